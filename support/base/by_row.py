@@ -1,6 +1,6 @@
 """What the trainer and vLLM must do alike on a CPU, so that a token's bits do not depend on the batch it is in.
 
-With model.match_engine both call these: the trainer in support/model/matched.py, vLLM by support/engine/by_row.py.
+With model.match_engine both call these: the trainer in support/model/matched.py, vLLM by support/engine/invariant.py.
 """
 
 import numpy as np

@@ -1,8 +1,8 @@
 """vLLM 0.32 on a CPU, so that an answer's bits do not depend on what else is in the batch (model.match_engine).
 
-Rows of a batch are computed by themselves but for three things, which `prepare` takes away, before vLLM starts: with
-fewer rows than ROWS a linear layer sums in another order; small layers have another kernel on a CPU with AMX,
-by their size and by the number of rows; and attention divides keys into tiles by the number of a request's queries.
+Three things make them depend on it. With fewer rows than ROWS a linear layer sums in another order. On a CPU with AMX
+small layers have a kernel of their own, which takes another way by the number of rows. Attention divides keys into
+tiles by the number of a request's queries. `prepare` changes all three, before vLLM starts.
 """
 
 from dataclasses import replace
@@ -34,7 +34,7 @@ def prepare() -> None:
 
     def build_in_pieces(self, common_prefix_len, common, fast_build=False):
         most = queries_of_a_piece(self.isa, self.num_heads, self.num_kv_heads)
-        if common.max_query_len > most:
+        if common.max_query_len > most:  # else each request is one piece
             queries_S = np.diff(common.query_start_loc.numpy())
             segment_P, queries_P, keys_P = split_queries(queries_S, common.seq_lens.numpy(), most)
             starts = torch.from_numpy(np.cumsum([0, *queries_P], dtype=np.int32))

@@ -182,19 +182,23 @@ class Attention(torch.autograd.Function):
         heads, d = query.shape[1:]
         kv_heads, dtype = key.shape[1], query.dtype
         isa = _get_attn_isa(dtype, PAGE, d)
-        segment_P, queries_P, keys_P = split_queries(
-            segments.queries_S, segments.keys_S, queries_of_a_piece(isa, heads, kv_heads)
-        )
+
+        # The requests: pieces of the segments' queries, as vLLM has them.
+        most = queries_of_a_piece(isa, heads, kv_heads)
+        segment_P, queries_P, keys_P = split_queries(segments.queries_S, segments.keys_S, most)
+        starts = torch.from_numpy(np.cumsum([0, *queries_P], dtype=np.int32))
+        sizes = torch.from_numpy(keys_P.astype(np.int32))
+
+        # Each segment has pages of its own, one after another; pages hold zeros where there is no token.
         pages_S = -(-segments.keys_S // PAGE)
         first_S = np.cumsum(pages_S) - pages_S
         shift_S = first_S * PAGE - np.cumsum(segments.keys_S) + segments.keys_S
         slots = torch.from_numpy(np.arange(len(key)) + np.repeat(shift_S, segments.keys_S))
         table = torch.from_numpy((first_S[segment_P, None] + np.arange(pages_S.max())).astype(np.int32))
-        starts = torch.from_numpy(np.cumsum([0, *queries_P], dtype=np.int32))
-        sizes = torch.from_numpy(keys_P.astype(np.int32))
-        window = segments.window or -1
         keys, values = torch.zeros(pages_S.sum(), kv_heads, PAGE * 2, d, dtype=dtype).chunk(2, dim=2)
         ops.cpu_attn_reshape_and_cache(key.contiguous(), value.contiguous(), keys, values, slots, isa)
+
+        window = segments.window or -1
         plan = ops.cpu_attn_get_scheduler_metadata(
             len(sizes), heads, kv_heads, d, sizes, dtype, starts, True, window, isa, True
         )
@@ -244,6 +248,7 @@ def experts(layer: MoELayer, forward, hidden: torch.Tensor, *args, **options) ->
     """
     tp, router = layer.tp_group, layer.router
     is_sharded = layer.config.sequence_parallel
+
     with torch.no_grad():
         rows = _gather_along_first_dim(hidden, tp) if is_sharded else hidden
         rows = rows.flatten(0, -2)
@@ -252,8 +257,10 @@ def experts(layer: MoELayer, forward, hidden: torch.Tensor, *args, **options) ->
         value = run_experts(rows, fc1, fc2, weights_T, experts_T, tp)
     if is_sharded:
         value, experts_T = (x.chunk(tp.size())[tp.rank()] for x in (value, experts_T))
+
+    # The gradient goes through the same experts: those of vLLM's router, or its recorded ones.
     replay = router.router_replay
-    if replay is None or isinstance(replay, Chosen) or replay.routes is None:  # else those of vLLM, as recorded
+    if replay is None or isinstance(replay, Chosen) or replay.routes is None:
         router.router_replay = Chosen(experts_T.long())
     ours, bias = forward(hidden, *args, **options)
     return EngineValue.apply(ours, value.view_as(ours)), bias
@@ -290,11 +297,14 @@ def run_experts(rows, fc1, fc2, weights_T, experts_T, tp) -> torch.Tensor:
 
     has_tiles = torch.cpu._is_amx_tile_supported() and rows.dtype is torch.bfloat16
     kernel = X86CPUUnquantizedExperts if has_tiles else CPUUnquantizedExperts
+
+    # This rank's part of each expert, its width rounded up with zeros as vLLM does, in the kernel's order.
     gate_up = fc1.unflatten(1, (2, -1)).chunk(tp.size(), 2)[tp.rank()]  # [E, 2, ffn / tp, h]
     down = fc2.chunk(tp.size(), 2)[tp.rank()]
     missing = -down.shape[2] % kernel._intermediate_alignment()
     gate_up, down = F.pad(gate_up, (0, 0, 0, missing)).flatten(1, 2), F.pad(down, (0, missing))
     packed = [ops.cpu_prepack_moe_weight(weight.contiguous(), kernel.isa) for weight in (gate_up, down)]
+
     out = torch.empty_like(rows)
     ops.cpu_fused_moe(out, rows.contiguous(), *packed, None, None, weights_T, experts_T, "silu", kernel.isa)
     return tensor_model_parallel_all_reduce(out) if tp.size() > 1 else out
@@ -310,7 +320,7 @@ def logp_stats(logits_M, targets_M, temperature: float, with_entropy: bool) -> t
     """
     logits_M = _gather_along_last_dim(logits_M, mpu.get_tensor_model_parallel_group())
     rows = max(layers.BLOCK // logits_M.shape[-1], 1)
-    stats = []
+    stats = []  # of some rows at a time, which stay in the CPU's cache
     for logits, target in zip(logits_M.split(rows), targets_M.split(rows), strict=True):
         scaled = logits.float() / temperature
         logp = scaled.log_softmax(-1)

@@ -132,13 +132,19 @@ def check_equal(guard: Guard, report: dict, batch: Batch, cfg: Config, step: int
     if report["old_gap_max"] != 0:  # also for NaN
         what = f"update {number + 1}: old log-probs are not those that vLLM sampled with"
         raise TrainingError(f"step {step}, {what}: they differ by up to {report['old_gap_max']:.1e}")
+    if step == 1 and number == 0 and batch.ref_logp is not None:  # the reference is still the policy
+        apart = ((batch.ref_logp - batch.rollout_logp) * batch.mask).abs().max().item()
+        told = f"step 1: the reference is the policy before its first update, but its log-probs differ by {apart:.1e}"
+        require(apart == 0, told, TrainingError)
     if number > 0 or report["gap_max"] == 0:
         return
+
     logp_F = guard.score(guard.model, batch, cfg)
     differs_F = (logp_F != batch.rollout_logp) & batch.mask
     told = f"step {step}: trainer and vLLM disagree on sampled tokens, which with model.match_engine have equal bits"
     if not differs_F.any():
         raise TrainingError(f"{told}: a scoring pass agrees, the training pass differs by {report['gap_max']:.1e}")
+
     first = int(differs_F.nonzero()[0])
     n = int(batch.seq_id[first])
     token = int(batch.position_ids[first]) + 1 - int(batch.prompts_N[n])

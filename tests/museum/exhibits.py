@@ -92,7 +92,7 @@ EXHIBITS = {exhibit.name: exhibit for exhibit in [
     Exhibit("dropout_in_reference", "dropout is on in the reference model's pass", "train_grpo:with_logprobs",
         "ref_logp=score(run.model, own_routes, cfg, run.reference)",
         "ref_logp=torch.nn.functional.dropout(score(run.model, own_routes, cfg, run.reference), 0.1)", setting="kl",
-        message="updates: "),
+        seen="run", message="the reference is the policy before its first update"),
     Exhibit("dropout_in_training", "dropout is on in the training pass", "megatron_bridge:transformer_config",
         "hidden_dropout=0.0", "hidden_dropout=0.1", seen="run", message=GAP),
     # tokens, masks and log-probs
