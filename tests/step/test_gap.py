@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import re
 from collections import deque
 from types import SimpleNamespace
 
@@ -137,3 +138,29 @@ def test_rounding_is_measured_and_leaves_the_model_as_it_was(build, dtype, low, 
     some, logp_F, rounding = guard.measure_rounding(run.model, batch, run.cfg, train_grpo.score)
     assert len(some.lengths_N) == guard.MEASURED and torch.equal(logp_F[:first], before_F[:first])
     assert max(low, guard.SMALLEST[dtype]) <= rounding.mean < high
+
+
+@pytest.mark.parametrize(
+    "number, report, says",
+    [
+        (0, {"gap_max": 0.0, "old_gap_max": 0.0}, None),
+        (1, {"gap_max": 0.3, "old_gap_max": 0.0}, None),  # the policy has moved since it sampled
+        (0, {"gap_max": 1e-7, "old_gap_max": 0.0}, "the third operation differs\n  1 of 5 log-probs differ, in 1 of 2 "
+         "answers; the first: answer 1, to prompt 1, token 2 (id 9): trainer -0.9000000, vLLM -1.0000000"),
+        (1, {"gap_max": 0.3, "old_gap_max": 1e-7}, "update 2: old log-probs are not those that vLLM sampled with"),
+        (0, {"gap_max": math.nan, "old_gap_max": math.nan}, "they differ by up to nan"),
+    ],
+)  # fmt: skip
+def test_with_equal_bits_any_difference_stops_and_its_token_is_named(monkeypatch, number, report, says):
+    """Two answers of 2 and 3 tokens; the last token's log-prob is another one in the trainer."""
+    common = {"rollout_logp": [-1.0] * 3, "finished": True, "text": "", "source": ""}
+    first = train_grpo.Sample(group=0, prompt_ids=[1, 2], response_ids=[3, 4], **common | {"rollout_logp": [-1.0] * 2})
+    second = train_grpo.Sample(group=1, prompt_ids=[5, 6], response_ids=[7, 8, 9], **common)
+    batch = train_grpo.flatten([first, second])
+    logp_F = batch.rollout_logp.clone()
+    logp_F[-1] = -0.9
+    monkeypatch.setattr(guard.first_difference, "explain", lambda *args: "the third operation differs")
+    kept = SimpleNamespace(score=lambda *args: logp_F, model=[], engine=None, forward=None)
+    stops = pytest.raises(TrainingError, match=re.escape(says)) if says else contextlib.nullcontext()
+    with stops:
+        guard.check_equal(kept, report, batch, tiny_config(), 2, number)
