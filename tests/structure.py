@@ -25,17 +25,17 @@ BUDGET = {
     "support/data": 6273,
     "support/engine": 4773,
     "support/judge": 2492,
-    "support/model": 21733,
+    "support/model": 21736,
     "support/preflight": 8157,
-    "support/run": 13152,
+    "support/run": 13242,
     "support/step": 12780,
     "rewards": 3521,
     "oracle": 13803,
     "tools": 12507,
     "benchmarks": 9580,
-    "tests": 105535,
+    "tests": 105974,
     "recipes": 10439,
-    "docs": 42528,
+    "docs": 42695,
 }
 
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
