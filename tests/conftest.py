@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
 import huggingface_hub
@@ -26,6 +27,7 @@ from oracle.run import read_rows
 from support.base import ranks
 from support.base.read_config import KEYS, SECTIONS, load_config
 from support.engine.vllm_process import engine_options
+from support.preflight import equal_bits
 from tests import museum
 from tests.compare_runs import lasting
 from tests.fork_server import ForkServer, free_port
@@ -84,6 +86,17 @@ def tiny(tmp_path_factory) -> Path:
     tiny_model(folder / "model")
     write_rows(folder / "train.jsonl", make_tiny.reversal_rows(3, 200, seed=0))
     return folder
+
+
+@pytest.fixture(scope="session")
+def equal_bits_here():
+    """Skips a test where this CPU cannot give trainer and vLLM equal bits, as a start would find."""
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+    hf = SimpleNamespace(hidden_size=128, intermediate_size=1536, **sizes)
+    for dtype in bridge.DTYPES:
+        reason = equal_bits.why_not_here(tiny_config(f"model.dtype={dtype}"), hf)
+        if reason:
+            pytest.skip(reason)
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """Whether trainer and vLLM can compute a policy to the same bits here (model.match_engine, docs/equal-bits.md)."""
 
+import numpy as np
 import torch
 
 import megatron_bridge as bridge
@@ -112,24 +113,30 @@ def first_that_differs(hf, tp: int, dtype: torch.dtype) -> str | None:
 
     heads, kv_heads = hf.num_attention_heads // tp, max(hf.num_key_value_heads // tp, 1)
     d = bridge.head_dim(hf)
-    widths = {hf.hidden_size, heads * d, getattr(hf, "intermediate_size", None) or bridge.expert_width(hf)}
-    for width in sorted(widths):
-        x, weight = normal(100, width), normal(512, width)
-        theirs = weight_times(ops, weight, x[:ROWS])
-        for rows in (1, ROWS, 33, 100):
-            if not torch.equal(product(x[:rows], weight)[:ROWS], theirs[:rows]):
+    ffn = getattr(hf, "intermediate_size", None) or bridge.expert_width(hf)
+    for width in sorted({hf.hidden_size, heads * d, ffn // tp}):
+        x, weight = normal(300, width), normal(512, width)
+        theirs = weight_times(ops, weight, x)
+        for rows in (1, ROWS, 7, 33, 100, 300):
+            few = weight_times(ops, weight, x[: max(rows, ROWS)])[:rows]
+            if not (torch.equal(product(x[:rows], weight), theirs[:rows]) and torch.equal(few, theirs[:rows])):
                 return f"a product over {width} numbers"
-    tokens = 200
+
+    # A prompt at once, its last part with the rest cached, and its last tokens one by one, as vLLM decodes them.
+    tokens = 1300
     query, key, value = normal(tokens, heads, d), normal(tokens, kv_heads, d), normal(tokens, kv_heads, d)
-    lengths = torch.tensor([tokens]).numpy()
-    whole = matched.Attention.apply(query, key, value, Segments.of(lengths, lengths, None, query.device))
-    last = matched.Attention.apply(query[-1:], key, value, Segments.of(lengths, lengths * 0 + 1, None, query.device))
-    if not torch.equal(whole[-1:], last):
+
+    def attend(first: int, last: int) -> torch.Tensor:
+        segments = Segments.of(np.array([last]), np.array([last - first]), None, query.device)
+        return matched.Attention.apply(query[first:last], key[:last], value[:last], segments)
+
+    whole = attend(0, tokens)
+    parts = [attend(1024, tokens), *(attend(n, n + 1) for n in range(tokens - 8, tokens))]
+    if not torch.equal(parts[0], whole[1024:]) or not torch.equal(torch.cat(parts[1:]), whole[-8:]):
         return "attention"
+    lengths = np.array([tokens])
     exact = attend_padded(query, key, value, Segments.of(lengths, lengths, None, query.device))
-    if not torch.allclose(whole.float(), exact.float(), atol=0.05, rtol=0.05):
-        return "attention"
-    return None
+    return None if torch.allclose(whole.float(), exact.float(), atol=0.05, rtol=0.05) else "attention"
 
 
 def weight_times(ops, weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

@@ -3,13 +3,12 @@ float64 on every layout; and in real runs no log-prob has other bits than vLLM's
 """
 
 import pytest
-import torch
 
 from tests.oracle import layouts
 from tests.oracle.layouts import check_update, make_samples
 from tests.oracle.plain import reference
 
-pytestmark = pytest.mark.skipif(not torch.cpu._is_avx512_bf16_supported(), reason="needs AVX-512 BF16")
+pytestmark = pytest.mark.usefixtures("equal_bits_here")
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
 QUICK = {"qwen2": ("TP2·CP2", "TP2·PP2·VPP2, overlap, full recompute"), "qwen3_moe": ("EP2·TP2·ETP2·DP2",)}
 CASES = [

@@ -11,7 +11,6 @@ from support.preflight import equal_bits
 from tests.conftest import tiny_config
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-needs_avx512 = pytest.mark.skipif(not torch.cpu._is_avx512_bf16_supported(), reason="needs AVX-512 BF16")
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +40,7 @@ def test_a_piece_fills_the_registers_of_the_kernel(isa, heads, kv_heads, queries
     assert queries_of_a_piece(isa, heads, kv_heads) == queries
 
 
-@needs_avx512
+@pytest.mark.usefixtures("equal_bits_here")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [128, 1536])
 def test_a_product_is_vllms_for_any_number_of_rows(dtype, width):
@@ -54,7 +53,7 @@ def test_a_product_is_vllms_for_any_number_of_rows(dtype, width):
         assert torch.equal(product(x[:rows], weight), theirs[:rows])
 
 
-@needs_avx512
+@pytest.mark.usefixtures("equal_bits_here")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_norms_have_the_bits_of_vllms_with_a_residual_that_is_not_rounded_first(dtype):
     from vllm.ir.ops.layernorm import fused_add_rms_norm
@@ -67,7 +66,7 @@ def test_norms_have_the_bits_of_vllms_with_a_residual_that_is_not_rounded_first(
     assert torch.equal(stream.to(dtype), total)
 
 
-@needs_avx512
+@pytest.mark.usefixtures("equal_bits_here")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [None, 33])
 def test_a_query_attends_to_the_same_bits_alone_and_among_others(dtype, window):
@@ -90,7 +89,7 @@ def test_a_query_attends_to_the_same_bits_alone_and_among_others(dtype, window):
     assert (whole.float() - exact.float()).abs().max() < {torch.float32: 1e-5}.get(dtype, 0.02)
 
 
-@needs_avx512
+@pytest.mark.usefixtures("equal_bits_here")
 def test_gradients_are_those_of_the_trainers_own_operations():
     """In fp32, where the values of the two differ by rounding alone."""
     to = torch.device("cpu")
@@ -137,7 +136,7 @@ def test_what_stands_against_equal_bits_is_named_by_its_key(tiny, overrides, say
     assert says in equal_bits.why_not(cfg, hf)
 
 
-@needs_avx512
+@pytest.mark.usefixtures("equal_bits_here")
 def test_they_are_on_by_default_and_make_vllms_log_probs_the_old_ones(tiny, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     cfg = equal_bits.resolve(tiny_config(f"model.path={tiny}/model"))
@@ -146,7 +145,7 @@ def test_they_are_on_by_default_and_make_vllms_log_probs_the_old_ones(tiny, monk
     assert off.model.match_engine is False and off.algo.old_logp == "trainer"
 
 
-@needs_avx512
+@pytest.mark.usefixtures("equal_bits_here")
 def test_a_kernel_that_depends_on_the_batch_is_named(tiny, monkeypatch):
     """As a CPU would have it whose product of one row adds up otherwise."""
     cfg = tiny_config(f"model.path={tiny}/model", "model.dtype=bf16", "model.match_engine=true")
