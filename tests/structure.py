@@ -35,7 +35,7 @@ BUDGET = {
     "benchmarks": 9580,
     "tests": 106065,
     "recipes": 10439,
-    "docs": 42695,
+    "docs": 42771,
 }
 
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
