@@ -27,7 +27,7 @@ BUDGET = {
     "support/judge": 2492,
     "support/model": 21736,
     "support/preflight": 8267,
-    "support/run": 13242,
+    "support/run": 13245,
     "support/step": 12780,
     "rewards": 3521,
     "oracle": 13803,
@@ -35,7 +35,7 @@ BUDGET = {
     "benchmarks": 9580,
     "tests": 106065,
     "recipes": 10439,
-    "docs": 42771,
+    "docs": 42804,
 }
 
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)

@@ -131,11 +131,12 @@ def check_equal(guard: Guard, report: dict, batch: Batch, cfg: Config, step: int
     """
     if report["old_gap_max"] != 0:  # also for NaN
         what = f"update {number + 1}: old log-probs are not those that vLLM sampled with"
-        raise TrainingError(f"step {step}, {what}: they differ by up to {report['old_gap_max']:.1e}")
+        meant = "; in a fork that means it, use model.match_engine=false"
+        raise TrainingError(f"step {step}, {what}: they differ by up to {report['old_gap_max']:.1e}{meant}")
     if step == 1 and number == 0 and batch.ref_logp is not None:  # the reference is still the policy
         apart = ((batch.ref_logp - batch.rollout_logp) * batch.mask).abs().max().item()
         told = f"step 1: the reference is the policy before its first update, but its log-probs differ by {apart:.1e}"
-        require(apart == 0, told, TrainingError)
+        require(apart == 0, f"{told}; in a fork that means it, use model.match_engine=false", TrainingError)
     if number > 0 or report["gap_max"] == 0:
         return
 
