@@ -34,7 +34,7 @@ BUDGET = {
     "tools": 12507,
     "benchmarks": 9580,
     "tests": 106065,
-    "recipes": 10439,
+    "recipes": 10446,
     "docs": 42804,
 }
 
