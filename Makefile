@@ -72,7 +72,7 @@ build/smollm2/model: tools/make_smollm2.py | $(VENV)/ready
 	$(BIN)/python tools/make_smollm2.py build/smollm2
 
 .venv/ready: .venv/installed
-	@.venv/bin/python -c 'import sys; from support.base import versions; sys.exit(versions.missing_libraries())'
+	@.venv/bin/python -c 'import sys; from grpo.parts.base import versions; sys.exit(versions.missing_libraries())'
 	touch $@
 
 .venv/installed: $(REQUIREMENTS) Makefile

@@ -1,8 +1,8 @@
 """Every key of a run, once: its type, bounds, default and meaning; and the errors that a user sees.
 
-This file imports no other file of the project. support/base/read_config.py reads and checks YAML files and overrides;
-rules between keys are in support/preflight/configuration.py. The legal values of a name such as `algo.loss` are the
-branches of its function, which `rehearse` in train_grpo.py runs before anything is built.
+This file imports no other file of the project. grpo/parts/base/read_config.py reads YAML files and overrides. The rules
+between keys are in grpo/run/preflight/configuration.py. The legal values of a name such as `algo.loss` are the branches
+of its function, which `rehearse` in train_grpo.py runs before anything is built.
 """
 
 import datetime

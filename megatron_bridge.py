@@ -3,7 +3,7 @@
 It knows nothing of rewards, groups, advantages or prompts. Of a micro-batch `mb` it reads `tokens, targets, mask,
 position_ids` (each [1, T]), `weights` ([1, T] or None; 0 where a token has no part in the loss), `rows` [M], where the
 mask is 1, `sizes` [S] and `nuclei`: a row of T tokens packs S sequences, one after another. Where these share a prompt,
-C of the T positions are computed; see MicroBatch in support/step/records.py.
+C of the T positions are computed; see MicroBatch in grpo/step/records.py.
 
 Weights are exchanged as (Hugging Face name, full tensor) pairs: `load_weights` reads them, `hf_weights` yields them,
 for vLLM and for the export alike. One table, `FAMILIES`, maps each weight of a Megatron layer to Hugging Face weights.
@@ -23,28 +23,24 @@ import torch.nn.functional as F
 from safetensors import safe_open
 
 from config import Config, LoraConfig, TrainingError
-from support.base import hf_folder
-from support.base.by_row import product
-from support.base.ranks import device, to_device
-from support.model import fp16, lora, matched, nucleus, routes
-from support.model.attention import (
-    Copies,
+from grpo.parts.base import hf_folder
+from grpo.parts.base.ranks import device
+from grpo.parts.model import fp16, lora, matched, routes
+from grpo.parts.model.attention import (
     PackedAttention,
     Packing,
     own_stripe,
     rotary_embedding,
     sliding_window,
 )
-from support.model.experts import experts_for
-from support.model.gated_delta import GatedDeltaNet
-from support.model.layers import (  # before Megatron-core
+from grpo.parts.model.experts import experts_for
+from grpo.parts.model.gated_delta import GatedDeltaNet
+from grpo.parts.model.head import HeadLogp
+from grpo.parts.model.layers import (  # before Megatron-core
     Activation,
     HiddenGPT,
     RMSNorm,
     Router,
-    add_product,
-    logits_grad,
-    logits_stats,
     submodules,
 )
 
@@ -55,24 +51,19 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: F401, for the script
 from megatron.core.tensor_parallel import (
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
     model_parallel_cuda_manual_seed,
-    reduce_from_tensor_model_parallel_region,
 )
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.utils import unwrap_model
 
-from support.model.offload import offload_state, take_back_state  # noqa: F401, the first for the script
-from support.model.optimizer_state import main_weights, number_weights, set_adam_steps, trainable_weights
-from support.model.routes import reduce_counts  # noqa: F401, for the script
-from support.model.stages import stage_layers
+from grpo.parts.model.offload import take_back_state
+from grpo.parts.model.optimizer_state import main_weights, number_weights, set_adam_steps, trainable_weights
+from grpo.parts.model.stages import stage_layers
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 BUCKET_BYTES = 512 << 20  # default size of a bucket of weights
 ALL_WEIGHTS = LoraConfig()  # rank 0: all weights are trained, none has adapters
-LOGITS_CHUNK = 2048  # response tokens whose logits over the full vocabulary exist at a time
 
 
 # ---------------------------------------------------------------- process groups
@@ -213,7 +204,7 @@ def moe_options(hf) -> dict:
     return options | dict(
         num_moe_experts=num_experts(hf),
         moe_ffn_hidden_size=expert_width(hf),
-        moe_grouped_gemm=True,  # by torch: support/model/experts.py
+        moe_grouped_gemm=True,  # by torch: grpo/parts/model/experts.py
         moe_router_topk=hf.num_experts_per_tok,
         # Top-k of the softmax, or the softmax of the top-k: the same as renormalising the top-k probabilities.
         moe_router_pre_softmax=not getattr(hf, "norm_topk_prob", True),
@@ -228,7 +219,7 @@ def head_dim(hf) -> int:
 
 
 def has_linear_attention(hf, layer: int | None = None) -> bool:
-    """Whether a layer, or any, is one of linear attention (support/model/gated_delta.py)."""
+    """Whether a layer, or any, is one of linear attention (grpo/parts/model/gated_delta.py)."""
     kinds = getattr(hf, "layer_types", None) or []
     return "linear_attention" in (kinds if layer is None else kinds[layer : layer + 1])
 
@@ -455,170 +446,9 @@ def hidden_states(model, mb) -> torch.Tensor:
     return model(tokens.long().contiguous(), positions, attention_mask=None, packed_seq_params=packing, **options)
 
 
-@contextlib.contextmanager
-def nudged_embeddings(model: list) -> Iterator[None]:
-    """Move each element of the token embeddings by one unit in its last place, up or down, within the context.
-
-    Every rounding that follows falls anew: the log-probs differ as they would by other kernels.
-    """
-
-    def nudge(module, args, output: torch.Tensor) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(0)  # the same on every rank, at every position
-        signs = to_device(torch.randint(2, output.shape[-1:], generator=generator) * 2 - 1, output.device)
-        return (output.float() * (1 + signs * (torch.finfo(output.dtype).eps * 0.75))).to(output.dtype)
-
-    chunks = [unwrap_model(chunk) for chunk in model]
-    hooks = [chunk.embedding.register_forward_hook(nudge) for chunk in chunks if chunk.pre_process]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
 def first_of_context() -> bool:
     """Whether this is the first context-parallel rank. All have the log-probs of a whole row; only the first counts."""
     return mpu.get_context_parallel_rank() == 0
-
-
-class HeadLogp(torch.autograd.Function):
-    """The head, then the log-prob of each target and the entropy at each position, over a vocabulary that
-    tensor-parallel ranks split.
-
-    hidden_M [M, h], weight [V / tp, h], targets_M [M] ids in the full vocabulary → logp_M, entropy_M [M] fp32, both
-    differentiable (the entropy has any value if not `with_entropy`). With l = logit / temperature:
-
-      d logp / d l_v = [v = target] - p_v          d entropy / d l_v = -p_v (log p_v + entropy)
-
-    Logits in `dtype` exist for LOGITS_CHUNK positions at a time. The backward pass recomputes them, but for the last
-    chunk's, and rounds their gradient to the weight's type. All ranks compute one loss, so the forward pass all-reduces
-    and the backward pass does not. `fused`: the weight's gradient is added to main_grad here, as Megatron's linear
-    layers do with gradient_accumulation_fusion. `cuts`: for each chunk, the places of the logits that have a
-    probability (nucleus.places); without it all have one.
-    """
-
-    @staticmethod
-    def forward(ctx, hidden_M, weight, targets_M, temperature, with_entropy, dtype, fused, cuts=None, matches=False):
-        ctx.set_materialize_grads(False)  # None for an entropy that is only reported: no pass is spent on its gradient
-        group = mpu.get_tensor_model_parallel_group()
-        local_M = targets_M - group.rank() * len(weight)
-        ctx.logits, stats = None, []
-        hiddens = hidden_M.split(LOGITS_CHUNK)
-        targets = (targets_M if matches else local_M).split(LOGITS_CHUNK)
-        ctx.cuts = cuts or [None] * len(hiddens)
-        for hidden, target, cut in zip(hiddens, targets, ctx.cuts, strict=True):
-            del ctx.logits  # of the chunk before
-            ctx.logits = head_logits(hidden, weight, dtype, matches)
-            if cut is not None:
-                nucleus.cut_logits(ctx.logits, cut)
-            stats_of = matched.logp_stats if matches else logits_stats
-            stats.append(stats_of(ctx.logits, target, temperature, with_entropy))
-        stats = torch.cat(stats, dim=1)
-        logp_M, entropy_M, max_M, log_z_M = stats if matches else join_stats(stats, local_M, len(weight), group)
-        ctx.options = {"temperature": temperature, "dtype": weight.dtype}
-        ctx.dtype, ctx.fused, ctx.matches = dtype, fused, matches
-        ctx.save_for_backward(weight, hidden_M, local_M, max_M, log_z_M, entropy_M)
-        return logp_M, entropy_M
-
-    @staticmethod
-    def backward(ctx, grad_logp_M, grad_entropy_M):
-        weight, hidden_M, local_M, *saved = ctx.saved_tensors
-        grad_weight, grad_hidden_M = None, torch.empty_like(hidden_M)
-        grads = [torch.zeros_like(saved[0]) if grad_logp_M is None else grad_logp_M]
-        grads += [] if grad_entropy_M is None else [grad_entropy_M]
-        parts = (x.split(LOGITS_CHUNK) for x in (hidden_M, grad_hidden_M, local_M, *saved, *grads))
-        chunks = [*zip(ctx.cuts, *parts, strict=True)]
-        for cut, hidden, grad_hidden, *rows in reversed(chunks):  # the last chunk's logits are still there
-            logits, ctx.logits = ctx.logits, None
-            if logits is None:
-                logits = head_logits(hidden, weight, ctx.dtype, ctx.matches)
-                if cut is not None:
-                    nucleus.cut_logits(logits, cut)
-            grad = logits_grad(logits, *rows, **ctx.options)
-            grad_hidden.copy_(grad @ weight)
-            if ctx.needs_input_grad[1] and ctx.fused:
-                add_product(hidden, grad, weight.main_grad)
-            elif ctx.needs_input_grad[1]:
-                product = grad.t() @ hidden
-                grad_weight = product if grad_weight is None else grad_weight.add_(product)
-            del logits, grad  # before the next chunk's
-        if ctx.needs_input_grad[1] and ctx.fused:  # as Megatron's linear layers, for DDP's hook
-            weight.grad_added_to_main_grad = True
-            is_tied = getattr(weight, "zero_out_wgrad", False)  # the embedding's gradient is added then
-            grad_weight = None if is_tied else torch.empty_like(weight)
-        return grad_hidden_M, grad_weight, *[None] * 7
-
-
-def join_stats(stats, local_M, rows: int, group) -> tuple[torch.Tensor, ...]:
-    """`logits_stats` [4, M] of each rank's rows of the vocabulary → log-prob, entropy, max l and log Z, [M] each."""
-    own_max_M, exp_sum_M, weighted_sum_M, target_M = stats
-    max_M = own_max_M.clone()
-    dist.all_reduce(max_M, dist.ReduceOp.MAX, group=group)
-    shift_M = own_max_M - max_M
-    here_M = (local_M >= 0) & (local_M < rows)
-
-    sums = torch.stack([exp_sum_M, weighted_sum_M + exp_sum_M * shift_M]) * shift_M.exp()
-    sums = torch.cat([sums, (target_M + shift_M * here_M)[None]])  # [3, M]
-    dist.all_reduce(sums, group=group)
-    exp_sum_M, weighted_sum_M, target_M = sums
-    log_z_M = exp_sum_M.log()
-    return target_M - log_z_M, log_z_M - weighted_sum_M / exp_sum_M, max_M, log_z_M
-
-
-def head_logits(hidden_M, weight, dtype: torch.dtype, matches: bool) -> torch.Tensor:
-    """[M, h], [V / tp, h] → [M, V / tp] in `dtype`; fp32 of bf16 or fp16 is summed in fp32, and not rounded (CUDA)."""
-    if matches:
-        return product(hidden_M, weight)
-    if dtype is weight.dtype:
-        return hidden_M @ weight.t()
-    return torch.mm(hidden_M, weight.t(), out_dtype=dtype)
-
-
-def token_logprobs(
-    model, hidden, mb, temperature: float, with_entropy: bool = True
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-prob of the target and entropy (any value if not asked for) at each position, 0 where the mask is 0.
-
-    hidden [C / cp (/ tp under sequence parallelism), 1, h] of the micro-batch → logp_T, entropy_T [T] fp32, on every
-    context-parallel rank. Logits exist for the M masked-in positions only.
-    """
-    model = unwrap_model(model)
-    head = model.output_layer
-    weight = model.shared_embedding_or_output_weight() if model.share_embeddings_and_output_weights else head.weight
-    if model.config.sequence_parallel:
-        hidden = gather_from_sequence_parallel_region(hidden)  # [C / cp, 1, h]; the backward pass reduce-scatters
-    else:
-        hidden = copy_to_tensor_model_parallel_region(hidden)  # the backward pass all-reduces
-    rows_M, copies, own_M = own_rows(mb)
-    hidden_M = copies.take(hidden[:, 0])  # [M, h]
-    targets_M = mb.targets[0].index_select(0, rows_M).long()
-    dtype = torch.float32 if model.fp32_head else weight.dtype
-    if not hidden.is_cuda:  # a CPU has no product of bf16 that gives fp32
-        hidden_M, weight = hidden_M.to(dtype), weight.to(dtype)
-    fused = model.config.gradient_accumulation_fusion
-    first = mpu.get_tensor_model_parallel_rank() * len(weight)  # id of this rank's first row
-    cuts = None if mb.nuclei is None else nucleus.places(mb, own_M, first, len(weight), LOGITS_CHUNK)
-    logp_M, entropy_M = head(hidden_M, weight, targets_M, temperature, with_entropy, dtype, fused, cuts, model.matches)
-    return to_row(logp_M, rows_M, mb), to_row(entropy_M, rows_M, mb)
-
-
-def own_rows(mb) -> tuple:
-    """The M positions with mask 1 whose hidden states this context-parallel rank holds, a tensor; which of these each
-    has, Copies; and which of mb.rows they are, an array of bool.
-    """
-    place = mb.rows if mb.place is None else mb.place[mb.rows]
-    cp = mpu.get_context_parallel_world_size()
-    own = place % cp == mpu.get_context_parallel_rank()
-    on = mb.tokens.device
-    return to_device(torch.from_numpy(mb.rows[own]), on), Copies.of(place[own] // cp, mb.width // cp, on), own
-
-
-def to_row(values_M, rows_M, mb) -> torch.Tensor:
-    """The values in the row, 0 at other positions, on every context-parallel rank; [M] → [T]."""
-    # The gradient passes unchanged: all context-parallel ranks compute the same loss from the sum.
-    return reduce_from_tensor_model_parallel_region(
-        values_M.new_zeros(mb.tokens.shape[1]).index_copy(0, rows_M, values_M), group=mpu.get_context_parallel_group()
-    )
 
 
 # ---------------------------------------------------------------- weights in and out

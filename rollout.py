@@ -14,9 +14,9 @@ import torch
 from numpy import ndarray
 
 from config import ModelConfig, RankError, RolloutConfig
-from support.engine import cpu_engine, lean
-from support.engine.push_check import PushCheck
-from support.engine.vllm_process import (
+from grpo.parts.engine import cpu_engine, lean
+from grpo.parts.engine.push_check import PushCheck
+from grpo.parts.engine.vllm_process import (
     capture_size,
     keeps_weights,
     let_segments_grow,
@@ -33,7 +33,7 @@ ASKED = ("seed", "temperature", "top_p", "top_k", "max_tokens", "stop", "stop_to
 class Completion:
     """One sampled answer: token ids (the end token included), their log-probs, and whether it ended by itself.
 
-    With rollout.turns it is a whole conversation, and support/step/turns.py fills the last four fields.
+    With rollout.turns it is a whole conversation, and grpo/step/turns.py fills the last four fields.
     """
 
     ids: list[int]

@@ -14,8 +14,8 @@ The objective with the defaults. For each prompt vLLM samples G answers; answer 
 
 The file follows a step from top to bottom: sample -> grade -> rows of tokens -> (old, reference log-probs) ->
 advantages -> update(s) -> push. Read reward.py, rollout.py and megatron_bridge.py next. Every key is in config.py, and
-what flows through a step is in support/step/records.py: Sample, Batch, MicroBatch. The rest of support/ checks, saves
-and logs; a reader of the algorithm can leave it out.
+what flows through a step is in grpo/step/records.py: Sample, Batch, MicroBatch. grpo/parts/ holds what Megatron and
+vLLM are given, to be read when needed. grpo/run/ checks, saves and logs; a reader can leave it out.
 
 To fork, change the function: a name such as `algo.loss` is a branch in it and nowhere else (docs/forking.md).
 
@@ -37,16 +37,19 @@ from torch import Tensor
 
 import megatron_bridge as bridge
 from config import AlgoConfig, Config, EvalConfig, RewardConfig, RolloutConfig, UserError
+from grpo.parts.base.ranks import device, to_device
+from grpo.parts.base.read_config import override
+from grpo.parts.data.prompts import Prompt, prompt_batch, sampling_seed
+from grpo.parts.model import checkpoint, fp16, optimizer_state, routes
+from grpo.parts.model.head import token_logprobs
+from grpo.parts.model.offload import offload_state
+from grpo.run import guard, launch, logs
+from grpo.run.clock import Clock, StopRequested
+from grpo.run.preflight import rehearsal
+from grpo.step import gdpo, grading, metrics, schedule, teacher, turns
+from grpo.step.packing import measure_rows, route_rows, sequence_mean, sequence_sum, to_micro_batches
+from grpo.step.records import Batch, Collected, MicroBatch, Sample, gather_samples
 from rollout import Engine
-from support.base.read_config import override
-from support.data.prompts import Prompt, prompt_batch, sampling_seed
-from support.model import checkpoint, fp16, optimizer_state
-from support.preflight import rehearsal
-from support.run import guard, launch, logs
-from support.run.clock import Clock, StopRequested
-from support.step import gdpo, grading, metrics, schedule, teacher, turns
-from support.step.packing import measure_rows, route_rows, sequence_mean, sequence_sum, to_micro_batches
-from support.step.records import Batch, Collected, MicroBatch, Sample, gather_samples
 
 # ---------------------------------------------------------------- 1. the run, and one step of it
 
@@ -499,10 +502,10 @@ def score(model: list, batch: Batch, cfg: Config, weights: list[Tensor] | None =
     with bridge.swapped_weights(model, weights):
         rows = run_schedule(model, micro_batches, cfg.rollout.temperature, entropy=entropy)
     # Each replica has scored its own micro-batches; where they belong in the batch is in index_T.
-    logp_F = torch.zeros(len(batch.tokens), device=bridge.device())
+    logp_F = torch.zeros(len(batch.tokens), device=device())
     if bridge.reports_loss():  # one rank a replica, on the last stage
         for mb, logp_T in zip(micro_batches, rows, strict=True):
-            index_T = bridge.to_device(mb.index_T, logp_F.device)
+            index_T = to_device(mb.index_T, logp_F.device)
             logp_F[index_T] = logp_T[: mb.lengths.sum()]
     dist.all_reduce(logp_F)  # each token was scored on one rank, the others hold 0
     return logp_F.cpu()
@@ -518,7 +521,7 @@ def forward_backward(model: list, optimizer, micro_batches: list[MicroBatch], cf
         | {"grad_norm": math.nan, "loss_scale": fp16.loss_scale(optimizer) if cfg.model.dtype == "fp16" else None}
     )
     if cfg.algo.replay_routes:
-        report |= bridge.reduce_counts(model)
+        report |= routes.reduce_counts(model)
     return report
 
 
@@ -558,7 +561,7 @@ def forward_step(micro_batches, model, temperature: float, loss_func, entropy: b
     if not bridge.unwrap_model(model).post_process:  # an earlier stage of the pipeline
         return hidden, None
     needs_entropy = entropy or loss_func is not None
-    logp_T, entropy_T = bridge.token_logprobs(model, hidden, mb, temperature, needs_entropy)
+    logp_T, entropy_T = token_logprobs(model, hidden, mb, temperature, needs_entropy)
 
     def loss(logp_T: Tensor):
         loss_sum, denominator, report = loss_func(mb, logp_T, entropy_T)
@@ -573,7 +576,7 @@ def forward_step(micro_batches, model, temperature: float, loss_func, entropy: b
 def push_weights(run: Run) -> None:
     """Push the trainer's weights to vLLM, as full tensors under Hugging Face names, then allocate its KV cache."""
     if run.cfg.train.offload or torch.cuda.is_available():
-        bridge.offload_state(run.cfg.train.offload, run.model, run.optimizer)  # what nobody reads while vLLM samples
+        offload_state(run.cfg.train.offload, run.model, run.optimizer)  # what nobody reads while vLLM samples
     run.engine.wake("weights")  # the KV cache stays away until the trainer's copies of a bucket are gone
     weights = bridge.hf_weights(run.model, run.cfg.rollout.sync_bucket_mb << 20)
     run.engine.load_weights(weights, bridge.hf_shards(run.model))

@@ -3,9 +3,9 @@
     OMP_NUM_THREADS=1 python benchmarks/equal_bits.py                       # a CPU, in bf16
     VLLM_BATCH_INVARIANT=1 python benchmarks/equal_bits.py --dtype bf16     # a GPU: what model.match_engine could call
 
-The shapes are those of a layer of Qwen2.5-1.5B. On a CPU these are the operations of support/model/matched.py. On a GPU
-they are vLLM's in eager mode beside the trainer's of today, and FlashAttention 2 over pages, with a gradient by torch.
-An operation that raises is a line too.
+The shapes are those of a layer of Qwen2.5-1.5B. On a CPU these are the operations of grpo/parts/model/matched.py. On a
+GPU they are vLLM's in eager mode beside the trainer's of today, and FlashAttention 2 over pages, with a gradient by
+torch. An operation that raises is a line too.
 """
 
 import argparse
@@ -21,10 +21,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 import torch.nn.functional as F
 
-from support.base.by_row import product
-from support.base.ranks import device
-from support.model import kernels, layers, matched
-from support.model.attention import Segments, attend_varlen
+from grpo.parts.base.by_row import product
+from grpo.parts.base.ranks import device
+from grpo.parts.model import kernels, layers, matched
+from grpo.parts.model.attention import Segments, attend_varlen
 
 HIDDEN, WIDTH, HEADS, KV_HEADS, D, VOCABULARY = 1536, 8960, 12, 2, 128, 16384
 TOKENS = (1, 3, 17, 128, 1000)  # of a batch; its first rows are compared

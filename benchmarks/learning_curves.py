@@ -44,7 +44,7 @@ def train_ours(config: str, keys: list[str], folder: Path) -> list[float]:
 
 
 def train_trl(config: str, keys: list[str], folder: Path) -> list[float]:
-    from support.base.read_config import load_config
+    from grpo.parts.base.read_config import load_config
 
     cfg = load_config(str(REPO / config), keys)
     folder.mkdir()
@@ -66,7 +66,7 @@ def trl_rank(folder: Path) -> None:
     from trl import GRPOConfig, GRPOTrainer
 
     import reward as rewards
-    from tools.tiny_reward import digits_in_place
+    from examples.tiny_reward import digits_in_place
 
     cfg = json.loads((folder / "config.json").read_text())
     train, algo, rollout = cfg["train"], cfg["algo"], cfg["rollout"]

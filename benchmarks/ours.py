@@ -6,7 +6,7 @@
 
 A work is a model with random weights, a dtype, lengths and the most tokens of an answer (works.py). Each
 step has 8 prompts × 8 samples and a KL to a reference; overrides (section.key=value) change anything. Medians over the
-steps after warm-up. MFU is the operations of a phase (support/step/metrics.py) ÷ its seconds ÷ ranks ÷ the rate that
+steps after warm-up. MFU is the operations of a phase (grpo/step/metrics.py) ÷ its seconds ÷ ranks ÷ the rate that
 matmuls of the model's shapes reach, in the same run with all ranks busy. Bare vLLM: `LLM.generate` on the same engines
 for as many prompts and samples, right after each step, without log-probs, grading or training.
 """
@@ -29,13 +29,13 @@ import train_grpo
 from benchmarks import works
 from benchmarks.works import GROUP, KL, LR, PHASES, PROMPTS, WORKS, Work
 from config import Config, UserError
-from support.base import ranks, versions
-from support.base.read_config import load_config
-from support.data.prompts import prompt_batch
-from support.preflight import configuration
-from support.run import launch
-from support.run.clock import Clock
-from support.step.metrics import train_flops
+from grpo.parts.base import ranks, versions
+from grpo.parts.base.read_config import load_config
+from grpo.parts.data.prompts import prompt_batch
+from grpo.run import launch
+from grpo.run.clock import Clock
+from grpo.run.preflight import configuration
+from grpo.step.metrics import train_flops
 
 MICRO_BATCH = 4096  # tokens
 

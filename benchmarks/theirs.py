@@ -68,7 +68,7 @@ def patch_vllm_for_cpu(dtype: str) -> None:
 
     from trl.generation import vllm_generation
 
-    from support.engine import cpu_engine
+    from grpo.parts.engine import cpu_engine
 
     def sync_weights(self) -> None:
         weights = self._iter_named_params()
@@ -174,7 +174,7 @@ def main() -> None:
     micro_batch, generate = (int(pair.partition("=")[2]) for pair in args.setting.split())
     dtype = works.DTYPES[work.dtype]
     if args.vllm:
-        from support.engine.vllm_process import set_environment
+        from grpo.parts.engine.vllm_process import set_environment
 
         set_environment()
         patch_vllm_for_cpu(dtype)

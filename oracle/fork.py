@@ -10,9 +10,9 @@ from torch import Tensor
 
 import train_grpo
 from config import Config
+from grpo.step.packing import pack
+from grpo.step.records import Sample
 from oracle.trainer import Loss, Scored
-from support.step.packing import pack
-from support.step.records import Sample
 
 FIELDS = ("group", "prompt_ids", "response_ids", "rollout_logp", "finished", "text", "source", "turns")
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import reward
 from config import Config, RewardConfig
-from support.base import user_code
-from support.data.prompts import Prompt
+from grpo.parts.base import user_code
+from grpo.parts.data.prompts import Prompt
 
 ELSEWHERE = ("rewards/remote.py", "rewards/model.py")  # they need a service, or another model
 

@@ -10,6 +10,8 @@ from functools import cached_property
 import torch
 
 from config import EvalConfig, RolloutConfig
+from grpo.parts.base import user_code
+from grpo.parts.data.prompts import Mixture, Prompt, load_prompts, load_tokenizer
 from oracle import algorithm, formulas
 from oracle.algorithm import seed_of
 from oracle.grading import Grader
@@ -17,8 +19,6 @@ from oracle.models import end_tokens, rounded
 from oracle.report import Report
 from oracle.run import Recorded
 from oracle.trainer import Scored, Trainer, known_loss, known_weights, losses_of, scored
-from support.base import user_code
-from support.data.prompts import Mixture, Prompt, load_prompts, load_tokenizer
 
 HARMLESS = (  # options of vLLM and fields of Megatron-core that change memory and speed alone, or are known here
     "max_num_seqs max_num_batched_tokens enforce_eager enable_prefix_caching enable_chunked_prefill swap_space "

@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from config import Config
-from support.base.read_config import SECTIONS
+from grpo.parts.base.read_config import SECTIONS
 
 
 @dataclass

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from config import Config
+from grpo.parts.base.hf_folder import local_folder
 from oracle import formulas
 from oracle.models import Model, Weights, initial_factors, merge_factors, read_weights, rounded
-from support.base.hf_folder import local_folder
 
 
 @dataclass

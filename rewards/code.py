@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from support.judge import sandbox
+from grpo.parts.judge import sandbox
 
 MAX_VALUE = 1_000_000  # characters of a value's repr; parsing takes 300 times as much memory
 

@@ -7,7 +7,7 @@ import functools
 import os
 from pathlib import Path
 
-from support.data.tokens import check_ids
+from grpo.parts.data.tokens import check_ids
 
 CONVERT = (
     "convert it once, from weights you trust: python -c \"import transformers as t; p = '{path}'; "

@@ -17,9 +17,9 @@ from safetensors import safe_open
 
 import megatron_bridge as bridge
 from config import LoraConfig, ParallelConfig, TrainConfig
-from support.base import ranks
-from support.model.checkpoint import CheckpointWriter, find_damage, read_state
-from support.model.optimizer_state import optimizer_steps, restore, sharded_state
+from grpo.parts.base import ranks
+from grpo.parts.model.checkpoint import CheckpointWriter, find_damage, read_state
+from grpo.parts.model.optimizer_state import optimizer_steps, restore, sharded_state
 
 TRAIN = TrainConfig(lr=1e-3)
 

@@ -23,11 +23,11 @@ from safetensors.torch import load_file
 
 import megatron_bridge as bridge
 from config import Config
+from grpo.parts.base import ranks
+from grpo.parts.base.read_config import KEYS, SECTIONS, load_config
+from grpo.parts.engine.vllm_process import engine_options
+from grpo.run.preflight import equal_bits
 from oracle.run import read_rows
-from support.base import ranks
-from support.base.read_config import KEYS, SECTIONS, load_config
-from support.engine.vllm_process import engine_options
-from support.preflight import equal_bits
 from tests import museum
 from tests.compare_runs import lasting
 from tests.fork_server import ForkServer, free_port

@@ -24,8 +24,8 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from support.base import processes
-from support.engine import vllm_process
+from grpo.parts.base import processes
+from grpo.parts.engine import vllm_process
 from tests import museum
 
 SETTINGS = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}

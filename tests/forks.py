@@ -30,7 +30,7 @@ def changed_files(diff: str) -> list[str]:
 
 def apply(name: str, folder: Path) -> None:
     """Apply a patch to a copy of the sources in the new `folder`; skips the test in a fork that does not take it."""
-    for part in ("support", "tools"):
+    for part in ("grpo", "tools", "examples"):
         shutil.copytree(REPO / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
     for file in REPO.glob("*.py"):
         shutil.copy(file, folder / file.name)

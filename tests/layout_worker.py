@@ -29,13 +29,13 @@ from safetensors.torch import load_file, save_file
 
 import megatron_bridge as bridge
 import train_grpo
-from support.base import hf_folder, ranks
-from support.base.read_config import load_config
-from support.engine.push_check import add_up, shard_digests
-from support.model import lora
-from support.preflight import configuration
-from support.step import metrics
-from support.step.packing import pack, to_micro_batches
+from grpo.parts.base import hf_folder, ranks
+from grpo.parts.base.read_config import load_config
+from grpo.parts.engine.push_check import add_up, shard_digests
+from grpo.parts.model import lora
+from grpo.run.preflight import configuration
+from grpo.step import metrics
+from grpo.step.packing import pack, to_micro_batches
 
 EPS, STEP = 1e8, 1e4  # a step moves a weight by STEP · gradient
 KINDS = ("weights", "gradients", "optimizer", "reference")  # of what a rank holds

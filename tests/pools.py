@@ -3,8 +3,8 @@
 import contextlib
 
 from config import RewardConfig
-from support.base.processes import REPO
-from support.step.grading import GradingPool, Outcome
+from grpo.parts.base.processes import REPO
+from grpo.step.grading import GradingPool, Outcome
 
 JUDGE = f"{REPO}/tests/judge.py:judge"
 FILES = {"code": "rewards/code.py:code", "model": "rewards/model.py:Model", "remote": "rewards/remote.py:remote"}

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from support.base.processes import REPO
+from grpo.parts.base.processes import REPO
 
 TAG = "TORCHRUN_TAG"  # environment variable of all processes that a torchrun starts
 

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from support.base import versions
-from support.base.versions import gib, numbers
+from grpo.parts.base import versions
+from grpo.parts.base.versions import gib, numbers
 from tools.machine import BESIDE_TORCH, RANK_NAMES, facts, fastest_dtype, satisfies
 
 OK, WARN, STOP = "ok", "warn", "STOP"

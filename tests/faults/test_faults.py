@@ -126,7 +126,7 @@ def test_the_demo_trains_on_a_bare_debian():
 FAILS = """
 import os, signal, sys
 import torch
-from support.run import launch
+from grpo.run import launch
 
 def train(cfg, inputs, clock):
     for step in range(100):

@@ -11,9 +11,9 @@ from tests.processes import Torchrun
 START = """
 import os, signal, time
 import torch, torch.distributed as dist
-from support.base import ranks
-from support.run.clock import Clock, StopRequested, StopSignals
-from support.run.watchdog import Watchdog
+from grpo.parts.base import ranks
+from grpo.run.clock import Clock, StopRequested, StopSignals
+from grpo.run.watchdog import Watchdog
 
 rank, restart = int(os.environ["RANK"]), os.environ["TORCHELASTIC_RESTART_COUNT"]
 ranks.die_with_torchrun()
@@ -126,7 +126,7 @@ def test_no_rank_outlives_torchrun(torchrun):
 
 def test_ranks_agree_and_a_clock(fork_server, tmp_path):
     program = """
-from support.preflight import machines
+from grpo.run.preflight import machines
 assert ranks.on_any_rank(rank == 1) and not ranks.on_any_rank(False)
 assert ranks.gather(rank) == [0, 1]
 assert ranks.on_first_rank(lambda: "lock") == (None if rank else "lock")

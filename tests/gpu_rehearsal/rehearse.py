@@ -33,7 +33,7 @@ def main(argv: list[str]) -> int:
 
         device.install()
     import train_grpo
-    from support.model import kernels
+    from grpo.parts.model import kernels
     from tests.gpu_rehearsal import stand_ins
 
     kernels.runs_on = lambda x: False

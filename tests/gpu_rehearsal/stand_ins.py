@@ -10,8 +10,8 @@ import transformers
 
 import megatron_bridge as bridge
 import train_grpo
+from grpo.parts.engine.push_check import shard_digests
 from rollout import Completion
-from support.engine.push_check import shard_digests
 
 TOKENS = range(2, 12)  # the digits of the tiny model's tokenizer
 

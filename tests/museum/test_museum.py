@@ -6,7 +6,7 @@ import pytest
 
 import train_grpo
 from config import TrainingError
-from support.data import prompts
+from grpo.parts.data import prompts
 from tests.conftest import tiny_config
 from tests.museum import runs
 from tests.museum.exhibits import EXHIBITS, SETTINGS

@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import megatron_bridge as bridge
+from grpo.run.preflight.memory_plan import count as count_memory
 from tests.conftest import tiny_config
 from tests.layout_worker import KINDS
 from tests.oracle.plain import ALGO, TEMPERATURE, relative, worst_gradient
-from tools.plan import count as count_memory
 
 MOE = ("mixtral", "qwen2_moe", "qwen3_moe", "qwen3_5_moe_text")
 LINEAR = ("qwen3_5_text", "qwen3_5_moe_text")

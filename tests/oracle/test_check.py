@@ -10,13 +10,13 @@ import check
 import pytest
 import yaml
 
+from grpo.parts.data.mixing import draw_sets
+from grpo.parts.data.prompts import shuffle_epochs
 from oracle import formulas
 from oracle.algorithm import order_of
 from oracle.repeat import repeat
 from oracle.report import ITEMS
 from oracle.run import read_run
-from support.data.mixing import draw_sets
-from support.data.prompts import shuffle_epochs
 from tests.conftest import REPO, read_rows, write_rows
 
 
@@ -159,7 +159,8 @@ def test_it_imports_nothing_of_the_trainer():
     top = {name.split(".")[0] for name in modules}
     assert "transformers" in top
     assert not top & {"train_grpo", "megatron_bridge", "rollout", "megatron", "vllm"}
-    assert {name.split(".")[1] for name in modules if name.startswith("support.")} == {"base", "data"}
+    of_ours = {".".join(name.split(".")[1:3]) for name in modules if name.startswith("grpo.")}
+    assert of_ours == {"parts", "parts.base", "parts.data"}
 
 
 @pytest.mark.parametrize("weights", [[1.0], [0.7, 0.3], [5, 0.5, 0.013]])

@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from config import LoraConfig, UserError
+from grpo.parts.model import lora
 from oracle.models import initial_factors, merge_factors
 from oracle.repeat import repeat
 from oracle.run import read_run
-from support.model import lora
 from tests.conftest import tiny_config
 from tests.layout_worker import made_up_factor, one_layout
 from tests.oracle.layouts import Results, check_held, check_update, layouts_of, make_plan, make_samples, run_asked

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 import train_grpo
+from grpo.step.packing import pack
+from grpo.step.records import Batch, Sample
 from oracle import formulas
-from support.step.packing import pack
-from support.step.records import Batch, Sample
 from tests.conftest import tiny_config
 
 LENGTHS = (4, 3, 6, 5, 2, 6, 1, 4, 5)  # of the answers, of three to a group; those of the largest are truncated

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from config import UserError
-from support.base import versions
-from support.preflight import configuration
+from grpo.parts.base import versions
+from grpo.run.preflight import configuration
 from tests.conftest import EXACT, tiny_config
 from tests.layout_worker import one_layout
 from tests.oracle import layouts

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from config import TrainingError, UserError
-from support.base import versions
-from support.preflight import configuration
-from support.step import packing
+from grpo.parts.base import versions
+from grpo.run.preflight import configuration
+from grpo.step import packing
 from tests.conftest import tiny_config
 from tests.layout_worker import one_layout
 from tests.oracle import layouts

@@ -6,9 +6,9 @@ import re
 import pytest
 
 from config import Config
-from support.base.read_config import override
-from support.preflight import explain
-from support.run.advice import RULES, Advice
+from grpo.parts.base.read_config import override
+from grpo.run.advice import RULES, Advice
+from grpo.run.preflight import explain
 from tests.conftest import REPO, legal_keys, read_rows, write_rows
 from tools.report import Run
 

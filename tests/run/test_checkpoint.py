@@ -13,11 +13,11 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from safetensors.torch import load_file, save_file
 
 from config import UserError
-from support.base import rollout_files, versions
-from support.model import checkpoint
-from support.model.checkpoint import CheckpointWriter, find_damage, list_checkpoints
-from support.model.shards import CheckpointError, check_coverage, read_sharded
-from support.run.inputs import check_base
+from grpo.parts.base import rollout_files, versions
+from grpo.parts.model import checkpoint
+from grpo.parts.model.checkpoint import CheckpointWriter, find_damage, list_checkpoints
+from grpo.parts.model.shards import CheckpointError, check_coverage, read_sharded
+from grpo.run.inputs import check_base
 from tests.compare_runs import lasting
 from tests.conftest import check_state, tiny_config, tiny_model, wrap
 from tests.layout_worker import equal

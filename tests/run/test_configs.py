@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import train_grpo
-from support.base.read_config import load_config
+from grpo.parts.base.read_config import load_config
 from tests import hub_models
 from tests.conftest import REPO, tiny_model
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from config import EvalConfig
+from grpo.parts.base import memory
+from grpo.run import evaluation, launch
+from grpo.step import metrics as step_metrics
 from oracle.repeat import repeat
 from oracle.run import read_run
-from support.base import memory
-from support.run import evaluation, launch
-from support.step import metrics as step_metrics
 from tests.conftest import EXACT, REPO, read_rows, tiny_model
 from tests.oracle import layouts
 from train_grpo import Sample
@@ -71,8 +71,8 @@ from vllm.v1 import outputs
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from config import Config
 from rollout import Engine
-from support.base import ranks
-from support.engine import lean
+from grpo.parts.base import ranks
+from grpo.parts.engine import lean
 
 ranks.join_ranks(timeout_s=600)
 model = {"path": MODEL, "dtype": "fp32"}
@@ -139,7 +139,7 @@ def test_answers_end_at_their_stops(train_forked, tmp_path, tiny):
     texts, or none."""
     make_tiny.save_model(tmp_path / "model", make_tiny.char_tokenizer(ALPHABET), hidden=64)
     run = train_forked(
-        2, *EXACT, *STOPS, "rollout.turns=tools/tiny_turns.py:higher_or_lower", f"model.path={tmp_path / 'model'}",
+        2, *EXACT, *STOPS, "rollout.turns=examples/tiny_turns.py:higher_or_lower", f"model.path={tmp_path / 'model'}",
         "train.steps=2", "rollout.prompts_per_step=8", "rollout.group_size=8", "rollout.max_new_tokens=24",
         "train.eval_every=2", f"data.eval={tiny / 'train.jsonl'}", "eval.stop=[]",
     )  # fmt: skip

@@ -15,7 +15,9 @@ from tests.museum.exhibits import EXHIBITS
 from tests.museum.runs import planted
 
 PAGE = (REPO / "docs/exercises.md").read_text()
-COMMANDS = dict(re.findall(r"^git apply exercises/([\w-]+)\.patch\n(.+)$", PAGE, re.MULTILINE))  # patch → what grades
+COMMANDS = dict(
+    re.findall(r"^git apply docs/exercises/([\w-]+)\.patch\n(.+)$", PAGE, re.MULTILINE)
+)  # patch → what grades
 GRADED = [name for name, command in COMMANDS.items() if "-m pytest" in command]
 RUN = [name for name, command in COMMANDS.items() if command.startswith("make demo")]
 

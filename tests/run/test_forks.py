@@ -105,7 +105,7 @@ def test_the_credit_of_a_critic_by_hand(fork):
     short = module.Sample(0, [1], [2], [-1.0], False, "", "", reward=0.5)
     batch, logp = module.flatten([talk, short]), torch.tensor([9, 0.5, 9, -1.5, 0.5])
     assert batch.mask.tolist() == [False, True, False, True, True]
-    added = [("values", torch.Tensor, None), ("returns", torch.Tensor, None)]  # as in support/step of the fork
+    added = [("values", torch.Tensor, None), ("returns", torch.Tensor, None)]  # as in grpo/step of the fork
     forked = dataclasses.make_dataclass("Batch", added, bases=(module.Batch,), frozen=True, kw_only=True)
     known = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
     known |= {"values": torch.tensor([9.0, 1, 9, 2, 3]), "old_logp": logp, "ref_logp": logp - 0.25}

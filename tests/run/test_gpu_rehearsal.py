@@ -34,20 +34,20 @@ class Run:
     waits: dict | None = field(default_factory=dict)
 
 
-CLOCK = {("support/run/clock.py __call__", "synchronize"): (1, "step")}
+CLOCK = {("grpo/run/clock.py __call__", "synchronize"): (1, "step")}
 # phase → {(place, kind): (number, unit)}. "passes" is inside Megatron's schedule: the forward and backward passes.
 WAITS = {
     **dict.fromkeys(("rollout", "reward", "gather", "sleep"), CLOCK),
     "wait": {
-        ("support/run/clock.py __call__", "synchronize"): (2, "step"),
-        ("support/base/ranks.py on_any_rank", "copy to the GPU"): (2, "step"),
-        ("support/base/ranks.py on_any_rank", "_local_scalar_dense"): (2, "step"),
+        ("grpo/run/clock.py __call__", "synchronize"): (2, "step"),
+        ("grpo/parts/base/ranks.py on_any_rank", "copy to the GPU"): (2, "step"),
+        ("grpo/parts/base/ranks.py on_any_rank", "_local_scalar_dense"): (2, "step"),
     },
     "logprob": CLOCK | {("train_grpo.py score", "copy from the GPU"): (1, "log-prob pass")},
     "train": {
-        ("support/run/clock.py __call__", "synchronize"): (1, "update"),
-        ("support/step/metrics.py add_up", "copy from the GPU"): (1, "update"),
-        ("support/model/routes.py reduce_counts", "copy from the GPU"): (1, "update"),
+        ("grpo/run/clock.py __call__", "synchronize"): (1, "update"),
+        ("grpo/step/metrics.py add_up", "copy from the GPU"): (1, "update"),
+        ("grpo/parts/model/routes.py reduce_counts", "copy from the GPU"): (1, "update"),
         ("train_grpo.py score", "copy from the GPU"): (1, "log-prob pass"),  # rounding, at the first update of a start
         ("clip_grads.py get_grad_norm_fp32", "_local_scalar_dense"): (1, "update"),
         ("optimizer.py has_grad_norm_group", "_local_scalar_dense"): (1, "update"),  # Megatron 0.19, at the first one
@@ -57,15 +57,15 @@ WAITS = {
     "train, passes": {("finalize_model_grads.py finalize_model_grads", "_local_scalar_dense"): (1, "update")},
     "sync": CLOCK
     | {
-        ("support/engine/push_check.py stacked", "copy from the GPU"): (1, "step"),
+        ("grpo/parts/engine/push_check.py stacked", "copy from the GPU"): (1, "step"),
         ("distributed_data_parallel.py offload_grad_buffers", "synchronize"): (1, "step"),
         ("distributed_data_parallel.py offload_grad_buffers", "empty_cache"): (1, "step"),
-        ("support/model/offload.py offload_state", "synchronize"): (1, "step"),
-        ("support/model/offload.py offload_state", "empty_cache"): (1, "step"),
+        ("grpo/parts/model/offload.py offload_state", "synchronize"): (1, "step"),
+        ("grpo/parts/model/offload.py offload_state", "empty_cache"): (1, "step"),
     },
     "step": {
-        ("support/step/metrics.py expert_load", "copy from the GPU"): (1, "step"),
-        ("support/run/guard.py some_entries", "copy from the GPU"): (1, "step"),  # of the reference
+        ("grpo/step/metrics.py expert_load", "copy from the GPU"): (1, "step"),
+        ("grpo/run/guard.py some_entries", "copy from the GPU"): (1, "step"),  # of the reference
     },
 }
 NOT_COUNTED = ("start", "build", "save")  # the start, and files

@@ -11,8 +11,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import megatron_bridge as bridge
 from config import RankError, TrainingError
+from grpo.parts.engine.push_check import PushCheck, add_up, digest, engine_digests, shard_digests, stacked
 from rollout import Engine
-from support.engine.push_check import PushCheck, add_up, digest, engine_digests, shard_digests, stacked
 from tests.conftest import build_model, tiny_config, tiny_model
 
 
@@ -102,7 +102,7 @@ def test_a_digest_is_the_sum_over_parts_and_sees_any_bit(dtype):
 def test_chunks_do_not_change_a_digest(monkeypatch):
     whole = torch.randn(1024)
     expected = digest(whole), digest(whole, ordered=True)
-    monkeypatch.setattr("support.engine.push_check.CHUNK", {"cpu": 64})
+    monkeypatch.setattr("grpo.parts.engine.push_check.CHUNK", {"cpu": 64})
     assert (digest(whole), digest(whole, ordered=True)) == expected
 
 
@@ -147,7 +147,7 @@ def test_copies_of_key_value_heads_are_found_out_and_held_to():
 
 
 def test_a_warning_names_weights_that_vllm_keeps_in_a_layout_of_its_own(monkeypatch, capsys):
-    monkeypatch.setattr("support.engine.push_check.dist.get_rank", lambda: 0)
+    monkeypatch.setattr("grpo.parts.engine.push_check.dist.get_rank", lambda: 0)
     check, hf = PushCheck(tp=2), weights(0)
     other = weights(0, norm=torch.full((32,), 3.0))
     compared(check, hf, [other, other])

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from config import Config, UserError
-from support.base import versions
-from support.preflight import configuration
-from support.run import trackers
-from support.step.metrics import PHASES
-from support.step.records import Sample
+from grpo.parts.base import versions
+from grpo.run import trackers
+from grpo.run.preflight import configuration
+from grpo.step.metrics import PHASES
+from grpo.step.records import Sample
 from tests.conftest import ranges, tiny_config
 from tests.processes import wait_until
 

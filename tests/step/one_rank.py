@@ -9,9 +9,9 @@ import transformers
 
 import megatron_bridge as bridge
 import train_grpo
+from grpo.run import clock, launch
+from grpo.run.preflight import configuration
 from rollout import Completion
-from support.preflight import configuration
-from support.run import clock, launch
 from tests.conftest import tiny_config
 
 

@@ -9,11 +9,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import megatron_bridge as bridge
 import train_grpo
 from config import TrainingError
-from support.run import guard
-from support.step import metrics
+from grpo.run import guard
+from grpo.step import metrics
 from tests.conftest import tiny_config
 
 ROUNDING = 0.04  # nats
@@ -130,7 +129,7 @@ def test_rounding_is_measured_and_leaves_the_model_as_it_was(build, dtype, low, 
     run = build(f"model.dtype={dtype}")
     batch = train_grpo.flatten(train_grpo.collect(run, run.cfg, 1).samples)
     before_F = train_grpo.score(run.model, batch, run.cfg)
-    with bridge.nudged_embeddings(run.model):
+    with guard.nudged_embeddings(run.model):
         nudged_F = train_grpo.score(run.model, batch, run.cfg)
     assert low < guard.gap_of((nudged_F - before_F)[batch.mask]).mean < high
     assert torch.equal(before_F, train_grpo.score(run.model, batch, run.cfg))

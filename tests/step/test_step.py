@@ -13,10 +13,10 @@ import torch
 import megatron_bridge as bridge
 import train_grpo
 from config import TrainingError, UserError
+from grpo.parts.model import fp16
+from grpo.parts.model.offload import state_shards
+from grpo.parts.model.optimizer_state import optimizer_steps, restore, sharded_state
 from rollout import Completion
-from support.model import fp16
-from support.model.offload import state_shards
-from support.model.optimizer_state import optimizer_steps, restore, sharded_state
 from tests.conftest import REPO, tiny_model, wrap
 from tests.oracle.layouts import FULL
 from tests.step.one_rank import EQUAL, PlainEngine, weights
@@ -225,13 +225,13 @@ def test_budgets_reach_their_own_phase(build, monkeypatch):
     assert packed == [(16, 48), (16, 48), (8, 64), (8, 48), (8, 48), (8, 64)]
 
 
-# The files of support/ that a default step on a CPU does not enter, whatever folder they are in.
+# The files of grpo/ that a default step on a CPU does not enter, whatever folder they are in.
 OFF = {"gdpo", "lora", "mixing", "nucleus", "offload", "routes", "schedule", "teacher", "turns"}
 
 
 def test_a_default_step_enters_no_capability_that_is_off(build):
-    """In its main thread, of the code in the script, beside it and in support/."""
-    files = {*REPO.glob("*.py"), *REPO.glob("support/**/*.py")}
+    """In its main thread, of the code in the script, beside it and in grpo/."""
+    files = {*REPO.glob("*.py"), *REPO.glob("grpo/**/*.py")}
     assert {path.stem for path in files} >= OFF, "a file that is renamed is renamed in OFF too"
     profile = cProfile.Profile()
     profile.runcall(train_grpo.train_step, build(), 1)

@@ -10,10 +10,10 @@ import torch
 import megatron_bridge as bridge
 import train_grpo
 from config import DataConfig, UserError
-from support.data.prompts import load_prompts
-from support.preflight import configuration
-from support.run import launch
-from support.step.teacher import with_teacher_prompts
+from grpo.parts.data.prompts import load_prompts
+from grpo.run import launch
+from grpo.run.preflight import configuration
+from grpo.step.teacher import with_teacher_prompts
 from tests.conftest import tiny_config, tiny_model, write_rows
 from tests.step.one_rank import weights
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import transformers
 
+from grpo.parts.data.ends import Ends, endless
+from grpo.step import turns
+from grpo.step.grading import GradingPool
 from rollout import Completion
-from support.data.ends import Ends, endless
-from support.step import turns
-from support.step.grading import GradingPool
 from tests.conftest import tiny_config
 from tests.pools import grade_with, pool_of
 
@@ -100,10 +100,10 @@ from types import SimpleNamespace
 import numpy as np
 from config import Config
 from rollout import Engine
-from support.base import ranks, user_code
-from support.data.prompts import load_tokenizer
-from support.step.grading import GradingPool
-from support.step.turns import Conversations
+from grpo.parts.base import ranks, user_code
+from grpo.parts.data.prompts import load_tokenizer
+from grpo.step.grading import GradingPool
+from grpo.step.turns import Conversations
 
 ranks.join_ranks(timeout_s=600)
 cfg = Config(
@@ -184,7 +184,7 @@ def test_the_python_tool_of_the_examples_as_the_workers_call_it():
     pool = pool_of()
     programs = ("print(6 * 7)", "1 / 0", "import socket; socket.socket()")
     texts = [*(f"I compute\n```python\n{program}\n```" for program in programs), "It is 42."]
-    calls = [pool.submit_turn("tools/tiny_turns.py:python", text, {}, {}) for text in texts]
+    calls = [pool.submit_turn("examples/tiny_turns.py:python", text, {}, {}) for text in texts]
     replies = {call.result().parts["reply"] for call in calls}
     pool.close()
     assert replies == {"```output\n42\n```\n", "```output\nit failed\n```\n", None}

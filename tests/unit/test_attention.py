@@ -1,4 +1,4 @@
-"""Attention over packed rows (support/model/attention.py): the padded path, the unpadded one.
+"""Attention over packed rows (grpo/parts/model/attention.py): the padded path, the unpadded one.
 
 torch's kernel without padding needs a GPU. Here a function of its signature stands in for it, that of torch 2.11 or
 2.13, which refuses what torch's refuses and computes by the formula.
@@ -13,7 +13,7 @@ import torch
 import transformers
 from torch.nn.attention import varlen as flash
 
-from support.model.attention import Copies, Segments, attend_padded, attend_varlen, make_buckets, sliding_window
+from grpo.parts.model.attention import Copies, Segments, attend_padded, attend_varlen, make_buckets, sliding_window
 from tests.gpu_rehearsal.flash import attended
 from tests.oracle.plain import relative
 

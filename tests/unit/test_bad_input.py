@@ -12,8 +12,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from config import UserError
-from support.preflight.configuration import check_weights
-from support.preflight.linear_attention import check_cpu
+from grpo.run.preflight.configuration import check_weights
+from grpo.run.preflight.linear_attention import check_cpu
 from tests.conftest import REPO, tiny_config
 from train_grpo import main
 

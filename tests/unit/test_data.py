@@ -14,10 +14,10 @@ import tokenizers
 import transformers
 
 from config import DataConfig
-from support.data.ends import Ends, endless
-from support.data.prompts import load_prompts
-from support.data.tables import JsonLines
-from support.run.inputs import first_day
+from grpo.parts.data.ends import Ends, endless
+from grpo.parts.data.prompts import load_prompts
+from grpo.parts.data.tables import JsonLines
+from grpo.run.inputs import first_day
 from tests.conftest import tiny_config, write_rows
 
 # What a careless reader would change: leading zeros, the text "None", a number that is text, commas, line breaks.
@@ -353,8 +353,8 @@ def test_large_sets_stay_mapped_and_give_the_same(tokenizer, tmp_path, monkeypat
         write(tmp_path / name, rows)
     files = [tmp_path / f"a.{kind}", tmp_path / f"b.{kind}"]
     held = load(tokenizer, [files[0]] * 2, max_prompt_tokens=5, **VERL_KEYS)
-    monkeypatch.setattr("support.data.prompts.LARGE_BYTES", 0)
-    monkeypatch.setattr("support.data.prompts.BLOCK", 4)
+    monkeypatch.setattr("grpo.parts.data.prompts.LARGE_BYTES", 0)
+    monkeypatch.setattr("grpo.parts.data.prompts.BLOCK", 4)
     mapped = load(tokenizer, [files[0]] * 2, max_prompt_tokens=5, **VERL_KEYS)
     assert isinstance(held.table, list) and isinstance(mapped.table, (datasets.Dataset, JsonLines))
     assert list(mapped) == list(held) and len(held) == 12 and mapped.fingerprint == held.fingerprint

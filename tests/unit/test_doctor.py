@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from support.base import versions
+from grpo.parts.base import versions
 from tests.conftest import REPO
 from tools import machine
 from tools.doctor import OK, STOP, WARN, main, rows

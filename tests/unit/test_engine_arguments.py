@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from config import Config
+from grpo.parts.base.read_config import override
+from grpo.parts.engine import vllm_process
 from rollout import Engine
-from support.base.read_config import override
-from support.engine import vllm_process
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 NAMES = (

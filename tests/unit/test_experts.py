@@ -1,10 +1,10 @@
-"""Grouped experts (support/model/experts.py); tests/unit/test_options.py has an update of sequential ones beside it."""
+"""Grouped experts (grpo/parts/model/experts.py); test_options.py has an update of sequential ones beside it."""
 
 import pytest
 import torch
 
 import megatron_bridge as bridge
-from support.model.experts import GroupedLinear
+from grpo.parts.model.experts import GroupedLinear
 from tests.conftest import build_model, tiny_config
 from tests.oracle.layouts import make_plan
 

@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 
 from config import UserError
-from support.base.files import complete_folder, lock_output_dir, open_output_dir
-from support.base.rollout_files import RolloutWriter
+from grpo.parts.base.files import complete_folder, lock_output_dir, open_output_dir
+from grpo.parts.base.rollout_files import RolloutWriter
 from tests.conftest import REPO, wrap
 
 
 def test_one_run_in_an_output_folder(tmp_path):
     program = """
 import pathlib, sys, time
-from support.base.files import lock_output_dir
+from grpo.parts.base.files import lock_output_dir
 file = lock_output_dir(pathlib.Path(sys.argv[1]))
 print("locked", flush=True)
 time.sleep(100)
@@ -119,7 +119,7 @@ def test_a_file_of_samples_is_what_json_makes_of_lists(writer, tmp_path):
 def test_a_run_that_fails_writes_its_last_samples(tmp_path):
     program = """if True:
         import pathlib, sys, types
-        from support.base.rollout_files import RolloutWriter
+        from grpo.parts.base.rollout_files import RolloutWriter
         RolloutWriter().write(pathlib.Path(sys.argv[1]), [types.SimpleNamespace(text="last")])
         raise ValueError("the end")
     """

@@ -1,4 +1,4 @@
-"""Linear attention (support/model/gated_delta.py): the rule in chunks, the convolution, the layer, fla's kernels."""
+"""Linear attention (grpo/parts/model/gated_delta.py): the rule in chunks, the convolution, the layer, fla's kernels."""
 
 import numpy as np
 import pytest
@@ -9,8 +9,8 @@ from transformers.models.qwen3_5 import modeling_qwen3_5 as hf_model
 
 import megatron_bridge as bridge
 from config import ParallelConfig
-from support.model import gated_delta as delta
-from support.model.attention import Copies, Packing, Segments
+from grpo.parts.model import gated_delta as delta
+from grpo.parts.model.attention import Copies, Packing, Segments
 from tests.oracle.plain import delta_by_steps, relative
 
 HF = hf_model.Qwen3_5TextConfig(

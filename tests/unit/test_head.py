@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import megatron_bridge as bridge
-from support.model import nucleus
-from support.model.stages import split_layers
+from grpo.parts.model import head, nucleus
+from grpo.parts.model.stages import split_layers
 from tests.conftest import tiny_config
 
 ON = bridge.device()
@@ -56,14 +56,14 @@ def nuclei_of(targets: torch.Tensor) -> tuple[list[int], torch.Tensor]:
 @pytest.mark.parametrize(("dtype", "logits", "fused"), WAYS)
 def test_the_head_is_that_of_float64(world, monkeypatch, dtype, logits, fused, rows, is_cut):
     bridge.init_model_parallel(tiny_config().parallel, seed=0)
-    monkeypatch.setattr(bridge, "LOGITS_CHUNK", CHUNK)
+    monkeypatch.setattr(head, "LOGITS_CHUNK", CHUNK)
     hidden, weight, targets, *grads = inputs(dtype, rows)
     own = (hidden.clone().requires_grad_(), weight.clone().requires_grad_())
     own[1].main_grad = torch.ones(weight.shape, device=ON)
     nuclei, is_out = nuclei_of(targets) if is_cut else ([], None)
     row = SimpleNamespace(nuclei=[np.array(nuclei, "i4")], samples=[0], tokens=targets)
     cuts = nucleus.places(row, np.ones(rows, bool), 0, V, CHUNK) if is_cut else None
-    results = bridge.HeadLogp.apply(*own, targets, TEMPERATURE, True, logits, fused, cuts)
+    results = head.HeadLogp.apply(*own, targets, TEMPERATURE, True, logits, fused, cuts)
     grad_hidden, grad_weight = torch.autograd.grad(results, own, grads, retain_graph=not fused)
     if fused:
         assert own[1].grad_added_to_main_grad
@@ -84,7 +84,7 @@ def test_a_cut_by_hand(world):
     bridge.init_model_parallel(tiny_config().parallel, seed=0)
     weight = torch.tensor([[0.1], [0.2], [0.3], [0.4]], device=ON).log().requires_grad_()
     target, cuts = torch.tensor([3], device=ON), [torch.tensor([2, 3], device=ON)]
-    logp, entropy = bridge.HeadLogp.apply(
+    logp, entropy = head.HeadLogp.apply(
         torch.ones(1, 1, device=ON), weight, target, 1.0, True, torch.float32, False, cuts
     )
     assert [logp.exp().item(), entropy.item()] == pytest.approx(

@@ -11,7 +11,7 @@ import tempfile
 import psutil
 import pytest
 
-from support.step.grading import Outcome
+from grpo.step.grading import Outcome
 from tests.conftest import REPO
 from tests.pools import JUDGE, fenced, grade, grade_with, pool_of
 from tests.processes import wait_until
@@ -231,7 +231,7 @@ def test_import_that_never_ends_and_import_that_fails(tmp_path, monkeypatch, not
     for name, line in (("slow", "import time; time.sleep(1000)"), ("fails", "1 / 0")):
         judge = f"import sys\nif 'pytest' not in sys.modules:\n    {line}\ndef judge(text, answer, row): return 1.0"
         (tmp_path / f"{name}.py").write_text(judge)
-    monkeypatch.setattr("support.step.grading.LOAD_S", 1.0)
+    monkeypatch.setattr("grpo.step.grading.LOAD_S", 1.0)
     for name, message in (("slow", "loading the reward took more than 1 s"), ("fails", "ZeroDivisionError")):
         jobs = [("s", "", "", {}), ("good", "a", "a", {})]
         failed, graded = grade_with("custom", jobs, by_source={"good": "exact"}, custom=f"{tmp_path}/{name}.py:judge")
@@ -256,7 +256,7 @@ def test_workers_end_with_the_program_that_started_them(tmp_path):
 
 
 def test_modules_of_the_working_directory_do_not_shadow_those_of_the_worker(tmp_path, monkeypatch):
-    for name in ("reward.py", "config.py", "json.py", "support/__init__.py", "support/step/grading.py"):
+    for name in ("reward.py", "config.py", "json.py", "support/__init__.py", "grpo/step/grading.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("raise SystemExit('the wrong module')")
     monkeypatch.chdir(tmp_path)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from support.model import cpu_backend, kernels, nucleus
+from grpo.parts.model import cpu_backend, kernels, nucleus
 from tests.oracle.plain import relative
 from tests.processes import REPO
 

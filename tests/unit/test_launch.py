@@ -14,9 +14,9 @@ import torch
 import megatron_bridge as bridge
 import train_grpo
 from config import RankError, TrainingError, UserError
-from support.model import attention
-from support.preflight import configuration, run_plan
-from support.run import launch
+from grpo.parts.model import attention
+from grpo.run import launch
+from grpo.run.preflight import configuration, run_plan
 from tests.conftest import REPO, tiny_config, tiny_model
 from tests.fork_server import free_port
 from tests.museum import Exhibit
@@ -130,7 +130,7 @@ def test_a_terminal_without_utf_8(tiny):
 
 MEET = """
 import datetime, sys
-from support.base import ranks
+from grpo.parts.base import ranks
 ranks.TELL_S, ranks.JOIN = 0.1, datetime.timedelta(seconds=1)
 try: ranks.join_ranks(60)
 except Exception as error: print(error)

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from support.base.by_row import product, queries_of_a_piece, split_queries
-from support.model import attention, layers, matched
-from support.model.attention import Segments
-from support.preflight import equal_bits
+from grpo.parts.base.by_row import product, queries_of_a_piece, split_queries
+from grpo.parts.model import attention, layers, matched
+from grpo.parts.model.attention import Segments
+from grpo.run.preflight import equal_bits
 from tests.conftest import tiny_config
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

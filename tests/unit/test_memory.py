@@ -8,9 +8,9 @@ import errno
 import pytest
 import torch
 
-from support.base import memory
-from support.preflight import costs, explain, machines
-from support.run import clock
+from grpo.parts.base import memory
+from grpo.run import clock
+from grpo.run.preflight import costs, explain, machines
 from tests.conftest import tiny_config
 
 MB = 2**20

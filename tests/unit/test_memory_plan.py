@@ -14,15 +14,15 @@ from torch.utils._pytree import tree_leaves
 
 import megatron_bridge as bridge
 import train_grpo
-from support.base import ranks
-from support.base.hf_folder import read_config
-from support.base.read_config import load_config, override
-from support.model import layers
-from support.step.packing import to_micro_batches
+from grpo.parts.base import ranks
+from grpo.parts.base.hf_folder import read_config
+from grpo.parts.base.read_config import load_config, override
+from grpo.parts.model import layers
+from grpo.run.preflight import memory_plan as plan
+from grpo.step.packing import to_micro_batches
 from tests import hub_models
 from tests.conftest import REPO, build_model, tiny_config
 from tests.layout_worker import KINDS, held_bytes
-from tools import plan
 
 QWEN = str(REPO / "configs/qwen7b.yaml")
 FULL = [f"megatron.recompute_{k}" for k in ("granularity=full", "method=uniform", "num_layers=1")]

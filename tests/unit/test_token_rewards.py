@@ -10,7 +10,7 @@ import pytest
 import transformers
 
 from config import AlgoConfig, RewardConfig
-from support.step.grading import Outcome
+from grpo.step.grading import Outcome
 
 E = 1e-6
 S = math.sqrt(1 / 3) + E

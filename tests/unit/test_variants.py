@@ -10,10 +10,10 @@ import torch
 
 import train_grpo
 from config import AlgoConfig, RewardConfig
+from grpo.run.preflight import run_plan
+from grpo.step import gdpo
+from grpo.step.records import Sample
 from oracle import formulas
-from support.preflight import run_plan
-from support.step import gdpo
-from support.step.records import Sample
 from tests.conftest import tiny_config
 
 F64 = {"rtol": 1e-12, "atol": 1e-12}

@@ -1,0 +1,46 @@
+"""Processes of ours, and how they are ended. Imports the standard library only, so that they start quickly."""
+
+import contextlib
+import ctypes
+import os
+import signal
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parents[3]
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
+
+
+def kill_family(pid: int) -> None:
+    """Kill a process that leads its session, all of that session, and all descendants, whatever sessions they made."""
+    stopped = set()
+    running = find_family({pid})
+    while running:  # stopped processes start no others, so this ends with all of them
+        for member in running:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(member, signal.SIGSTOP)
+        stopped |= running
+        running = find_family(stopped | {pid}) - stopped
+    for member in stopped:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(member, signal.SIGKILL)
+
+
+def find_family(members: set[int]) -> set[int]:
+    """Living processes among the members, their children, and all in a session that one of them leads."""
+    import psutil  # here, since most processes of ours do not need it
+
+    related = set()
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):  # it ended meanwhile, or belongs to another user
+            ids = (process.pid, os.getsid(process.pid), process.ppid())
+            if not members.isdisjoint(ids) and process.status() != psutil.STATUS_ZOMBIE:
+                related.add(process.pid)
+    return related
+
+
+def die_with_parent(adopt: bool = False) -> None:
+    """Be killed when the thread that started this process ends; with `adopt`, inherit orphaned grandchildren."""
+    libc = ctypes.CDLL(None)
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if adopt:
+        libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)

@@ -1,0 +1,144 @@
+"""The commit and package versions of a run, and what it needs of a machine. Importing it takes no package."""
+
+import functools
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sysconfig
+from pathlib import Path
+
+from grpo.parts.base.processes import REPO
+
+# The versions of each package that the tests of this repository ran with, without their patch level.
+TESTED = {
+    "python": ("3.11", "3.13"), "torch": ("2.13",), "megatron-core": ("0.16", "0.19"), "vllm": ("0.32",),
+    "transformers": ("5.19",),
+}  # fmt: skip
+OPTIONAL = ("transformer-engine", "flash-attn", "fla-core")  # few runs need one of them
+FLA_CORE = "0.6.0"  # the version of fla-core that Qwen3.5 takes on a GPU in bf16 or fp16
+TRACKERS = {"tensorboard": "2.21.0", "wandb": "0.31.0"}  # the versions that are tested, for log.tensorboard, log.wandb
+OTHERS = (
+    "numpy", "safetensors", "tokenizers", "datasets", "pandas", "pyarrow", "math-verify", "pydantic", "triton",
+    "flashinfer-python",
+)  # fmt: skip
+
+BUILD_TOOLS_REMEDY = (
+    "Triton compiles with them: apt-get install gcc python3-dev (that of this Python); CC names a compiler"
+)
+MIG_REMEDY = "one rank on one slice (--nproc_per_node=1); for more ranks whole GPUs: nvidia-smi -mig 0 as root"
+
+
+def gib(size: float) -> str:
+    return f"{size / 2**30:.2f} GiB"
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    """The numbers that a version begins with: "2.13.0+cpu" → (2, 13, 0)."""
+    return tuple(int(number) for number in re.match(r"[\d.]*", version)[0].split(".") if number)
+
+
+def version_of(name: str) -> str | None:
+    """The version of an installed package; None if it is not there. Imports nothing."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def installed(package: str) -> str | None:
+    """The version of a package, or of its build for the CPU; None if there is neither."""
+    return version_of(package) or version_of(f"{package}-cpu")
+
+
+def untested(package: str, version: str | None) -> str | None:
+    """A warning where the tests ran with another version of a package of TESTED; None where they ran with this one."""
+    tested = " and ".join(TESTED[package])
+    if version is None:
+        return f"{package} is not installed; tested: {tested}"
+    if numbers(version)[:2] not in map(numbers, TESTED[package]):
+        return f"{package} {version} was not tested; tested: {tested}"
+    return None
+
+
+def check_versions() -> list[str]:
+    """A warning for each package whose version was never tested, or that is missing. Imports none of them."""
+    versions_here = {name: installed(name) for name in TESTED} | {"python": platform.python_version()}
+    warnings = [untested(name, version) for name, version in versions_here.items()]
+    return [warning for warning in warnings if warning is not None]
+
+
+def commit() -> str:
+    """The commit of this checkout, with "+changes" where a file that git knows differs; "unknown" if it is none."""
+
+    def git(*words: str) -> str:
+        command = ["git", "--no-optional-locks", "-c", "safe.directory=*", "-C", str(REPO), *words]
+        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=20).stdout.strip()
+
+    try:
+        git("ls-files", "--error-unmatch", "grpo/parts/base/versions.py")  # fails in another project's checkout
+        return git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+
+
+@functools.cache
+def versions() -> dict[str, str | None]:
+    """{"commit": …, "python": …, package: version, …, "driver": …}, as a run starts; None for what is missing."""
+    packages = {name: installed(name) for name in (*TESTED, *OPTIONAL, *OTHERS)}
+    return {"commit": commit(), **packages, "python": platform.python_version(), **cuda_versions(), "driver": driver()}
+
+
+def cuda_versions() -> dict[str, str | None]:
+    """The CUDA and NCCL that torch was built with; None for a build without, or where torch cannot be imported."""
+    try:
+        import torch
+    except (ImportError, OSError):  # OSError: one of its libraries does not load
+        return {"cuda": None, "nccl": None}
+    nccl = None
+    if torch.version.cuda and torch.distributed.is_nccl_available():
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    return {"cuda": torch.version.cuda, "nccl": nccl}
+
+
+def driver() -> str | None:
+    """The version of NVIDIA's kernel driver, None where there is none."""
+    path = Path("/proc/driver/nvidia/version")
+    found = re.search(r" (\d+\.\d+(\.\d+)?) ", path.read_text()) if path.exists() else None
+    return found and found[1]
+
+
+def build_tools() -> dict[str, str | None]:
+    """{"C compiler": path, "Python.h": path}, None if missing: Triton compiles vLLM's launchers with them on a GPU."""
+    compilers = [os.environ["CC"]] if os.environ.get("CC") else ["gcc", "clang"]
+    compiler = next(filter(None, map(shutil.which, compilers)), None)
+    header = Path(sysconfig.get_paths("posix_prefix")["include"], "Python.h")  # Debian's own scheme has no headers
+    return {"C compiler": compiler, "Python.h": str(header) if header.exists() else None}
+
+
+def missing_libraries() -> str | None:
+    """The system libraries that torch or vLLM need and this machine lacks, and what to install; None if all are here.
+
+    Those of NVIDIA's driver do not count. Imports neither package, whose loader would name one library at a time.
+    """
+    torch, vllm = (importlib.util.find_spec(name) for name in ("torch", "vllm"))
+    if not (torch and vllm and shutil.which("ldd")):
+        return None
+    files = [file for package in (torch, vllm) for file in Path(package.origin).parent.glob("*.so")]
+    site = Path(torch.origin).parents[1]
+    # torch loads its own before vLLM's need them.
+    folders = [site / "torch/lib", *site.glob("nvidia/*/lib"), os.environ.get("LD_LIBRARY_PATH", "")]
+    command = ["env", f"LD_LIBRARY_PATH={':'.join(map(str, folders))}", "ldd", *files]
+    listed = subprocess.run(command, capture_output=True, text=True).stdout
+    names = sorted(set(re.findall(r"\t(?!libcuda\.|libnvidia-)(\S+) => not found", listed)))
+    # Debian's rule for names: libnuma.so.1 is in libnuma1, libX11.so.6 in libx11-6.
+    packages = [re.sub(r"(?<=\d)\.so\.", "-", name).replace(".so.", "").replace("_", "-").lower() for name in names]
+    return f"no {', '.join(names)}, which torch or vLLM needs: apt-get install {' '.join(packages)}" if names else None
+
+
+def differences(was: dict[str, str | None], now: dict[str, str | None]) -> list[str]:
+    """A line for each version that differs: "torch: 2.13.0 → 2.14.0"."""
+    return [f"{name}: {was.get(name)} → {now.get(name)}" for name in {**was, **now} if was.get(name) != now.get(name)]

@@ -1,0 +1,180 @@
+"""Triton kernels for NVIDIA GPUs: each reads its input once, in place of several passes of torch over strided halves.
+
+All compute in fp32 and round once. TRITON_INTERPRET=1 runs them on a CPU. `vocab` is the part of the vocabulary that a
+rank holds, `f` the width of a feed-forward block. The block sizes and warps are the fastest of those tried on an H200.
+"""
+
+from types import SimpleNamespace
+
+import torch
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # torch for CPUs comes without it; nothing calls the kernels then
+    triton = SimpleNamespace(jit=lambda kernel: kernel)
+    tl = SimpleNamespace(constexpr=None)
+
+
+def runs_on(x: torch.Tensor) -> bool:
+    """Whether these kernels compute on the tensor's device; else torch's own do."""
+    return x.is_cuda
+
+
+@triton.jit
+def read(pointers, inside):
+    """The values in fp32, 0 where not `inside`."""
+    return tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
+
+
+# ---------------------------------------------------------------- log-prob and entropy over a vocabulary
+
+
+def logits_stats(logits_M: torch.Tensor, local_M: torch.Tensor, temperature: float) -> torch.Tensor:
+    """As `logits_stats` of grpo/parts/model/head.py, all four in any case."""
+    vocab = logits_M.shape[-1]
+    out = torch.empty(4, len(logits_M), dtype=torch.float32, device=logits_M.device)
+    block = min(4096, triton.next_power_of_2(vocab))
+    logits_stats_kernel[(len(logits_M),)](logits_M, local_M, out, 1 / temperature, vocab, BLOCK=block, num_warps=4)
+    return out
+
+
+@triton.jit
+def logits_stats_kernel(logits, local, out, inverse_t, vocab: tl.constexpr, BLOCK: tl.constexpr):
+    """One row in one pass: the sums are relative to the maximum so far."""
+    row = tl.program_id(0).to(tl.int64)
+    rows = tl.num_programs(0)
+    start = logits + row * vocab
+    top = -float("inf")
+    total = 0.0
+    weighted = 0.0
+    for first in range(0, vocab, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        inside = at < vocab
+        logit = tl.load(start + at, mask=inside, other=-float("inf")).to(tl.float32) * inverse_t
+        new = tl.maximum(top, tl.max(logit, 0))
+        shifted = logit - new
+        exp = tl.exp(shifted)
+        scale = tl.exp(top - new)
+        moved = tl.where(top > -float("inf"), top - new, 0.0)
+        weighted = scale * (weighted + total * moved) + tl.sum(tl.where(inside, exp * shifted, 0.0), 0)
+        total = scale * total + tl.sum(exp, 0)
+        top = new
+    target = tl.load(local + row)
+    here = (target >= 0) & (target < vocab)
+    of_target = read(start + target, here) * inverse_t
+    tl.store(out + row, top)
+    tl.store(out + rows + row, total)
+    tl.store(out + 2 * rows + row, weighted)
+    tl.store(out + 3 * rows + row, tl.where(here, of_target - top, 0.0))
+
+
+def logits_grad(
+    logits_M, local_M, max_M, log_z_M, entropy_M, grad_logp_M, grad_entropy_M=None, *, temperature: float, dtype
+) -> torch.Tensor:
+    """As `logits_grad` of grpo/parts/model/head.py."""
+    vocab = logits_M.shape[-1]
+    out_M = logits_M if logits_M.dtype is dtype else torch.empty_like(logits_M, dtype=dtype)
+    if grad_entropy_M is None:
+        grad_entropy_M = torch.zeros_like(grad_logp_M)
+    rows = (local_M, max_M + log_z_M, entropy_M, grad_logp_M.contiguous(), grad_entropy_M.contiguous())
+    block = min(2048, triton.next_power_of_2(vocab))
+    grid = (len(logits_M), triton.cdiv(vocab, block))
+    logits_grad_kernel[grid](logits_M, out_M, *rows, 1 / temperature, vocab, BLOCK=block, num_warps=4)
+    return out_M
+
+
+@triton.jit
+def logits_grad_kernel(
+    logits, out, local, log_z, entropy, grad_logp, grad_entropy, inverse_t, vocab: tl.constexpr, BLOCK: tl.constexpr
+):
+    """A block of a row; `log_z` is of the whole vocabulary, without a maximum taken off. `out` may be `logits`."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < vocab
+    logp = read(logits + row * vocab + at, inside) * inverse_t - tl.load(log_z + row)
+    g = tl.load(grad_logp + row)
+    h = tl.load(grad_entropy + row)
+    of_target = tl.where(at == tl.load(local + row), g, 0.0)
+    grad = of_target - tl.exp(logp) * (g + h * (logp + tl.load(entropy + row)))
+    tl.store(out + row * vocab + at, grad * inverse_t, mask=inside)
+
+
+# ---------------------------------------------------------------- SwiGLU
+
+
+def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) · up; [..., 2 f] → [..., f]."""
+    f = gate_up.shape[-1] // 2
+    out = gate_up.new_empty(*gate_up.shape[:-1], f)
+    swiglu_kernel[(out.numel() // f, triton.cdiv(f, 1024))](gate_up.contiguous(), out, f, BLOCK=1024, num_warps=4)
+    return out
+
+
+@triton.jit
+def swiglu_kernel(gate_up, out, f, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < f
+    start = gate_up + row * 2 * f + at
+    gate = read(start, inside)
+    up = read(start + f, inside)
+    tl.store(out + row * f + at, gate * tl.sigmoid(gate) * up, mask=inside)
+
+
+def swiglu_grad(gate_up: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    """The gradient of [gate, up]; [..., 2 f] and [..., f] → [..., 2 f]."""
+    f = grad.shape[-1]
+    out = torch.empty(gate_up.shape, dtype=gate_up.dtype, device=gate_up.device)
+    grid = (grad.numel() // f, triton.cdiv(f, 1024))
+    swiglu_grad_kernel[grid](gate_up.contiguous(), grad.contiguous(), out, f, BLOCK=1024, num_warps=4)
+    return out
+
+
+@triton.jit
+def swiglu_grad_kernel(gate_up, grad, out, f, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < f
+    start = gate_up + row * 2 * f + at
+    gate = read(start, inside)
+    up = read(start + f, inside)
+    g = read(grad + row * f + at, inside)
+    sigmoid = tl.sigmoid(gate)
+    to = out + row * 2 * f + at
+    tl.store(to, g * up * sigmoid * (1 + gate * (1 - sigmoid)), mask=inside)
+    tl.store(to + f, g * gate * sigmoid, mask=inside)
+
+
+# ---------------------------------------------------------------- rotary embedding
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: float) -> torch.Tensor:
+    """`Rotation` of grpo/parts/model/layers.py, with `sign` -1.0 its inverse; x [T, 1, heads, d] → [T, 1, heads, d]."""
+    tokens, _, heads, d = x.shape
+    if x.stride(-1) != 1:
+        x = x.contiguous()
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    shape = {"HEADS": triton.next_power_of_2(heads), "HALF": triton.next_power_of_2(d // 2)}
+    rotate_kernel[(tokens,)](x, cos, sin, out, x.stride(0), x.stride(2), sign, heads, d // 2, **shape, num_warps=4)
+    return out
+
+
+@triton.jit
+def rotate_kernel(
+    x, cos, sin, out, stride_token, stride_head, sign,
+    heads: tl.constexpr, half: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    """One token: halves (a, b) of each head become (a cos - b sin, b cos + a sin)."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.arange(0, HEADS)[:, None]
+    at = tl.arange(0, HALF)[None]
+    inside = (head < heads) & (at < half)
+    start = x + token * stride_token + head * stride_head + at
+    a = read(start, inside)
+    b = read(start + half, inside)
+    c = read(cos + token * 2 * half + at, at < half)
+    s = read(sin + token * 2 * half + half + at, at < half) * sign
+    to = out + (token * heads + head) * 2 * half + at
+    tl.store(to, a * c - b * s, mask=inside)
+    tl.store(to + half, b * c + a * s, mask=inside)

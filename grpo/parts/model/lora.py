@@ -1,0 +1,271 @@
+"""LoRA (arXiv 2106.09685): a frozen weight W [out, in] with two thin factors, B [out, rank] and A [rank, in].
+
+The model computes with the merged weight W + alpha / rank · B A, summed in fp32 and rounded once to the model's dtype.
+A push sends the same merged weights to vLLM, so both sides use one model, as without adapters. W has no gradient, and
+the backward pass recomputes the merged weight, so besides W a layer stores only its factors.
+
+A Megatron weight that joins several Hugging Face weights (q, k, v; gate, up) has an A for each, as in PEFT, [parts,
+rank, in], and one B, [out, rank], whose rows are in the order of the weight's own. Tensor parallelism splits B by the
+rows of qkv and fc1, and A by the columns of proj and fc2. The other factor is replicated, its gradient all-reduced.
+"""
+
+import itertools
+import json
+import math
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from safetensors.torch import save_file
+
+from config import Config, LoraConfig
+from grpo.parts.base.files import complete_folder
+from grpo.parts.base.hf_folder import read_tensor
+from grpo.parts.base.require import require
+from grpo.parts.model import layers  # noqa: F401, first: it prepares the process for Megatron-core
+
+# isort: split
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
+from megatron.core.tensor_parallel.mappings import _gather_along_first_dim, _reduce_scatter_along_first_dim
+from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
+from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
+
+COLUMN = ("qkv", "fc1")  # targets whose rows tensor parallelism splits; it splits the columns of proj and fc2
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """The factors of a rank's shard [out, in] of a weight, in `weight.adapter`."""
+
+    a: torch.nn.Parameter  # [parts, rank, in], of proj and fc2 [rank, in]
+    b: torch.nn.Parameter  # [out, rank]
+    scale: float  # alpha / rank
+    has_row: torch.Tensor  # [out, parts] bool: whether a row of the shard is one of the part
+    split_rows: bool  # the group splits the rows of W, so A is replicated; else B is
+    group: dist.ProcessGroup  # tensor parallelism, for an expert its own group
+
+
+# ---------------------------------------------------------------- the model
+
+
+def attach(model: torch.nn.Module, cfg: LoraConfig | None) -> None:
+    """Freeze a model chunk and add factors of zeros to its targeted weights; None: only freeze it, rank 0: neither."""
+    if cfg is None or cfg.rank:
+        model.requires_grad_(False)
+    if cfg is None or cfg.rank == 0:
+        return
+    for name, linear in model.named_modules():
+        target = name.rpartition(".linear_")[2]
+        if target in cfg.targets:
+            adapt(linear, target, cfg)
+    if model.pre_process:  # a recomputed layer whose input needs no gradient gives its weights none
+        model.embedding.register_forward_hook(lambda module, args, hidden: hidden.requires_grad_())
+
+
+def adapt(linear: torch.nn.Module, target: str, cfg: LoraConfig) -> None:
+    """Add factors to one of Megatron's parallel linear layers, which then computes with the merged weight."""
+    out, width = linear.weight.shape
+    config = linear.config
+    queries = config.num_attention_heads // config.num_query_groups * config.kv_channels
+    queries *= 2 if config.attention_output_gate else 1
+    rows = {"qkv": [queries, config.kv_channels, config.kv_channels], "fc1": [out // 2, out // 2]}.get(target, [out])
+    rows = getattr(linear, "parts", rows)  # of linear attention
+    number = (torch.arange(out, device=linear.weight.device) + linear.tp_group.rank() * out) % sum(rows)
+    ends = itertools.accumulate(rows)  # the whole weight repeats such blocks
+    has_row = torch.stack([(end - size <= number) & (number < end) for size, end in zip(rows, ends, strict=True)], 1)
+    split_rows = target in COLUMN
+    zeros = partial(torch.zeros, dtype=linear.weight.dtype, device=linear.weight.device)
+    linear.lora_a = torch.nn.Parameter(zeros(len(rows), cfg.rank, width) if split_rows else zeros(cfg.rank, width))
+    linear.lora_b = torch.nn.Parameter(zeros(out, cfg.rank))
+    for factor, whole in ((linear.lora_a, split_rows), (linear.lora_b, not split_rows)):
+        factor.tensor_model_parallel = True  # every rank adds it to the gradient norm,
+        factor.shared = whole and linear.tp_group.rank() > 0  # except replicas
+    scale = cfg.alpha / cfg.rank
+    linear.weight.adapter = Adapter(linear.lora_a, linear.lora_b, scale, has_row, split_rows, linear.tp_group)
+    linear._forward_impl = adapted_linear
+    linear.sharded_state_dict = partial(sharded_state_dict, linear, target)
+
+
+def sharded_state_dict(linear, target: str, prefix="", sharded_offsets=(), metadata=None) -> dict:
+    """Megatron's sharded state of a layer, in which the split factor is split as its weight is."""
+    state = type(linear).sharded_state_dict(linear, prefix, sharded_offsets, metadata)
+    name, axis = ("lora_b", 0) if target in COLUMN else ("lora_a", 1)
+    groups = {"tp_group": linear.tp_group, "dp_cp_group": metadata["dp_cp_group"]}
+    factor = make_tp_sharded_tensor_for_checkpoint(
+        getattr(linear, name), prefix + name, axis, prepend_offsets=sharded_offsets, **groups
+    )
+    state[prefix + name] = apply_swiglu_sharded_factory(factor, sharded_offsets) if target == "fc1" else factor
+    return state
+
+
+# ---------------------------------------------------------------- forward and backward
+
+
+def stack_factors(weights: Sequence[torch.nn.Parameter]) -> tuple[torch.Tensor, torch.Tensor]:
+    """A [E, parts · rank, in] and B [E, out, parts · rank] of E weights; B has zeros in the columns of other parts."""
+    adapters = [weight.adapter for weight in weights]
+    a = torch.stack([adapter.a.flatten(0, -2) for adapter in adapters])
+    b = torch.stack([adapter.b for adapter in adapters])
+    return a, (b[:, :, None] * adapters[0].has_row[..., None]).flatten(2)
+
+
+def merge(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
+    """weight + scale · b a, summed in fp32, rounded once; [out, in], [k, in], [out, k] → [out, in]."""
+    negative = b.float() @ (a.float() * -scale)
+    return torch.sub(weight, negative, out=negative).to(weight.dtype)  # -0.0 - 0 is -0.0, but -0.0 + 0 is 0
+
+
+@torch.no_grad()
+def merged_weight(weight: torch.nn.Parameter) -> torch.Tensor:
+    """The merged weight, bit-equal to the one that the model computes with."""
+    a, b = stack_factors([weight])
+    return merge(weight, a[0], b[0], weight.adapter.scale)
+
+
+def adapted_linear(
+    input, weight, bias, *, allreduce_dgrad, sequence_parallel, tp_group, product=None, **unused
+) -> torch.Tensor:
+    """Replaces Megatron's linear functions and has their arguments; [T, 1, in] → [T, 1, out].
+
+    `product(x, weight, bias)`: in place of torch's, for the merged weight.
+    """
+    a, b = stack_factors([weight])
+    if allreduce_dgrad:
+        input = copy_to_tensor_model_parallel_region(input, group=tp_group)  # the backward pass all-reduces
+    whole = None if product is None else partial(product, bias=bias)  # adapters leave the bias as it is
+    output = AdaptedLinear.apply(input, None, a[0], b[0], weight.adapter, sequence_parallel, whole, weight)
+    return output if bias is None or whole else output + bias
+
+
+def grouped_linear(x_D: torch.Tensor, ends_E: torch.Tensor, *weights: torch.nn.Parameter) -> torch.Tensor:
+    """The linear layer of E experts: x_D [D, in] sorted by expert, the end of each one's rows [E] int32 → [D, out]."""
+    return AdaptedLinear.apply(x_D, ends_E, *stack_factors(weights), weights[0].adapter, False, None, *weights)
+
+
+class AdaptedLinear(torch.autograd.Function):
+    """x (W + scale · B A)ᵀ of one weight, or of E experts with the ends of their rows.
+
+    Saves x as it comes in, under sequence parallelism a shard of the rows. The gradients of A and B are thin products,
+    without a gradient [out, in].
+    """
+
+    @staticmethod
+    def forward(ctx, x, ends_E, a, b, adapter, sequence_parallel, product, *weights):
+        ctx.adapter = adapter
+        ctx.sequence_parallel = sequence_parallel
+        ctx.save_for_backward(x, ends_E, a, b, *weights)
+        if ends_E is not None and len(x) == 0:  # no token for these experts: on a GPU grouped_mm may refuse it
+            return x.new_empty(0, weights[0].shape[0])
+        rows = _gather_along_first_dim(x, adapter.group) if sequence_parallel else x
+        merged = merge_all(weights, a, b, adapter.scale)
+        return matmul(rows, merged.mT, ends_E) if product is None else product(rows, merged)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, ends_E, a, b, *weights = ctx.saved_tensors
+        adapter = ctx.adapter
+        shape = (*grad.shape[:-1], x.shape[-1])
+        grad = grad.contiguous()
+        if grad.numel() == 0:  # no token for these experts: grouped_mm refuses
+            grad_x, grad_a, grad_b = map(torch.zeros_like, (x, a, b))
+        else:
+            rows = _gather_along_first_dim(x, adapter.group) if ctx.sequence_parallel else x
+            rows = rows.flatten(0, -2)
+            grad = grad.flatten(0, -2)
+            grad_x = matmul(grad, merge_all(weights, a, b, adapter.scale), ends_E).view(shape)
+            if ctx.sequence_parallel:
+                grad_x = _reduce_scatter_along_first_dim(grad_x, adapter.group)
+            grad_a = matmul((matmul(grad, b, ends_E) * adapter.scale).mT, rows, ends_E)
+            grad_b = matmul(grad.mT, matmul(rows, a.mT, ends_E) * adapter.scale, ends_E)
+        if adapter.group.size() > 1:  # partial sums, from this rank's rows or columns
+            dist.all_reduce(grad_a if adapter.split_rows else grad_b, group=adapter.group)
+        return grad_x, None, grad_a, grad_b, None, None, None, *[None] * len(weights)
+
+
+def merge_all(weights: Sequence[torch.Tensor], a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
+    """`merge` of one weight, or of E weights as one tensor [E, out, in], each as if it were alone."""
+    if a.dim() == 2:
+        return merge(weights[0], a, b, scale)
+    whole = weights[0].new_empty(len(weights), *weights[0].shape)
+    for e, weight in enumerate(weights):
+        whole[e] = merge(weight, a[e], b[e], scale)
+    return whole
+
+
+def matmul(x: torch.Tensor, y: torch.Tensor, ends_E: torch.Tensor | None) -> torch.Tensor:
+    """x @ y, or with `ends_E` one product for the rows of each expert."""
+    return x @ y if ends_E is None else F.grouped_mm(x, y, offs=ends_E)
+
+
+# ---------------------------------------------------------------- names, the start, a resume, the export
+
+
+FACTORS = (".lora_a", ".lora_b")  # how the Megatron names of factors end
+
+
+def weight_of(name: str) -> str:
+    """The weight, in Megatron or in Hugging Face's model, to which a factor belongs."""
+    return name.removesuffix(".weight").rpartition(".lora_")[0] + ".weight"
+
+
+def factor_rule(name: str, join: str, parts: list[str]) -> tuple[str, list[str]]:
+    """The rule of a factor, from that of its weight (rule_of in megatron_bridge.py); the names are PEFT's."""
+    letter = name[-1].upper()
+    joins = {"A": "cols", "B": "copy"} if join == "cols" else {"A": "stack", "B": join}
+    return joins[letter], [f"{part.removesuffix('weight')}lora_{letter}.weight" for part in parts]
+
+
+def read_part(name: str, opened: dict, shape: torch.Size) -> torch.Tensor:
+    """A Hugging Face tensor from its file in `opened`, or a factor [this rank's `shape`] as it is before training."""
+    if name in opened:
+        return read_tensor(opened[name], name)
+    weight = weight_of(name)
+    out, width = opened[weight].get_slice(weight).get_shape()
+    return initial_factor(name, (out, shape[-1]) if name.endswith("lora_B.weight") else (shape[-2], width))
+
+
+def initial_factor(name: str, shape: tuple[int, int]) -> torch.Tensor:
+    """A factor before training: B is 0, A [rank, in] uniform within ±1 / sqrt(in), as in PEFT; it follows from name."""
+    if name.endswith("lora_B.weight"):
+        return torch.zeros(shape)
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    bound = 1 / math.sqrt(shape[1])
+    return torch.empty(shape).uniform_(-bound, bound, generator=generator)
+
+
+def check_resumed(was: dict, cfg: LoraConfig, path: Path) -> None:
+    """Raise UserError unless the checkpoint in `path`, of a run with the `lora` section `was`, has cfg's adapters."""
+    asked, stored = ({**section, "targets": sorted(section["targets"])} for section in (cfg.model_dump(), was))
+    require(
+        asked == stored,
+        f"lora={asked}, but {path} was saved with lora={stored}: other adapters are another model; use its section, "
+        "or start a new run (resume=none) with model.path=its export in hf/",
+    )
+
+
+def export_adapter(weights: Iterable[tuple[str, torch.Tensor]], base: str, cfg: Config, step: int) -> None:
+    """Write the factors, (Hugging Face name, full tensor) pairs, to output_dir/adapter/step_N, for PEFT on the `base`.
+
+    Those of experts are not written: transformers 5 holds all experts of a layer as one parameter. Called on every
+    rank, written by rank 0; the folder is complete or absent.
+    """
+    is_writer = dist.get_rank() == 0
+    target = Path(cfg.output_dir, f"adapter/step_{step:06d}")
+    held = {f"base_model.model.{name}": factor.cpu() for name, factor in weights if is_writer}  # every rank iterates
+    if any(".experts." in name for name in held):
+        print(f"warning: {target} is not written: there is no export of experts' adapters; hf/ has the merged model")
+    elif is_writer:
+        settings = {
+            "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": cfg.lora.rank,
+            "lora_alpha": cfg.lora.alpha, "target_modules": sorted({name.split(".")[-3] for name in held}),
+            "lora_dropout": 0.0, "bias": "none", "inference_mode": True,
+        }  # fmt: skip
+        with complete_folder(target) as folder:
+            (folder / "adapter_config.json").write_text(json.dumps(settings, indent=1))
+            save_file(held, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    dist.barrier()

@@ -1,0 +1,93 @@
+"""Rollout routing replay (R3): the trainer's routers choose the experts that vLLM chose when it sampled.
+
+Source: Ma et al. (2025), arXiv 2510.11370. Only the choice is replayed: the weight of each expert comes from the
+trainer's own logits of all experts, so the router has a gradient. A row of tokens holds a route as k numbers, each an
+expert's number plus 1; 0 means no route, and the router chooses by itself, as in padding.
+"""
+
+from collections import deque
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from grpo.parts.model.attention import own_stripe  # before Megatron-core
+
+# isort: split
+from megatron.core import parallel_state as mpu
+from megatron.core.utils import unwrap_model
+
+
+class Replay:
+    """The routes that one router replays. Megatron's top-k calls `get_replay_topk` of a router's `router_replay`.
+
+    A forward pass in training that has no gradients is one that activation recompute will repeat, so its routes are
+    queued for the repetition. All schedules run backward passes in the order of the forward passes. Why not Megatron's
+    own RouterReplay: docs/dev/field-notes.md.
+    """
+
+    def __init__(self):
+        self.routes: torch.Tensor | None = None  # [tokens, k], of the present micro-batch; None: the router chooses
+        self.training = False
+        self.to_recompute: deque[torch.Tensor] = deque()  # routes of micro-batches that recompute will repeat
+        self.counts: torch.Tensor | int = 0  # [2], routes replayed in training; those that the router did not choose
+
+    def get_replay_topk(
+        self, scores: torch.Tensor, k: int, num_groups: int | None, group_topk: int | None, choose: Callable
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """scores of all experts [tokens, E] → the scores and numbers of the k experts of each token, [tokens, k] each.
+
+        `choose` is Megatron's own top-k. Where it chooses the same experts its order is kept, so results are bit-equal.
+        """
+        values, own = choose(scores, k, num_groups, group_topk)
+        if self.routes is None:
+            return values, own
+        routes = self.routes
+        if torch.is_grad_enabled():
+            routes = self.to_recompute.popleft() if self.to_recompute else routes
+        elif self.training:
+            self.to_recompute.append(routes)
+        replayed = routes[:, :1] > 0  # [tokens, 1]
+        theirs = routes.long() - 1
+        differs = replayed & (own.sort(-1).values != theirs.sort(-1).values).any(-1, keepdim=True)
+        if torch.is_grad_enabled():  # counts each token once, with recompute or without
+            self.counts = self.counts + torch.stack([replayed.sum(), differs.sum()])
+        experts = torch.where(differs, theirs, own)
+        return scores.gather(-1, experts), experts
+
+
+def routers(chunk) -> list[torch.nn.Module]:
+    """The routers of a model chunk, layer by layer; [] without experts."""
+    return [layer.mlp.router for layer in unwrap_model(chunk).decoder.layers if hasattr(layer.mlp, "router")]
+
+
+def set_routes(chunk, mb) -> None:
+    """Give the chunk's routers this rank's part of `mb.routes`, [1, T, layers, k] or None, before `mb` enters it."""
+    routes = None
+    if mb.routes is not None:
+        routes = own_stripe(mb.computed(mb.routes[0].movedim(0, -1)))  # [layers, k, C / cp]
+        if chunk.config.sequence_parallel:
+            group = mpu.get_tensor_model_parallel_group()
+            routes = routes.chunk(group.size(), dim=-1)[group.rank()]
+        routes = routes.movedim(-1, 1)  # [layers, tokens, k]
+    for router in routers(chunk):
+        replay = router.router_replay = router.router_replay or Replay()
+        replay.routes = None if routes is None else routes[router.layer_number - 1]
+        replay.training = chunk.training
+
+
+def reduce_counts(model: list) -> dict[str, int]:
+    """The counts of the update just computed, over all ranks and layers, which then start at 0; {} without replay.
+
+    "routes" were replayed; of these, "routes_differ" are not what the trainer's router chose.
+    """
+    replays = [router.router_replay for chunk in model for router in routers(chunk)]
+    if not replays or replays[0].routes is None:
+        return {}
+    if any(replay.to_recompute for replay in replays):
+        raise RuntimeError("routes were queued for activation recompute, which did not run")
+    counts = sum(replay.counts for replay in replays)
+    dist.all_reduce(counts)  # each rank counts its own tokens and layers
+    for replay in replays:
+        replay.counts = 0
+    return dict(zip(("routes", "routes_differ"), counts.tolist(), strict=True))

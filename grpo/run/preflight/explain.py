@@ -1,0 +1,101 @@
+"""What a failure of a machine means for the run, and which keys to turn where memory is short."""
+
+import errno
+import shutil
+from pathlib import Path
+
+import torch
+
+from grpo.parts.base import files
+from grpo.parts.base.memory import host_free_bytes
+from grpo.parts.base.versions import gib
+
+LESS, MORE = "rollout.gpu_memory_utilization down", "rollout.gpu_memory_utilization up"
+FEWER = "rollout.vllm.max_num_seqs down"
+SAMPLING = [LESS, FEWER, "rollout.tp up", "train.offload=optimizer"]
+MEMORY = {  # phase → what to turn, in the order in which to try it
+    "build": ["parallel.tp up", "parallel.pp up", "parallel.ep up", LESS, FEWER],
+    "rollout": SAMPLING,
+    "eval": SAMPLING,
+    "logprob": ["train.logprob_max_tokens_per_micro_batch down", "algo.reference_on=host", "parallel.tp up"],
+    "train": [
+        "train.max_tokens_per_micro_batch down",
+        "megatron.recompute_granularity=full megatron.recompute_method=uniform megatron.recompute_num_layers=1",
+        "parallel.tp up",
+        "parallel.cp up",
+        "megatron.optimizer_cpu_offload=true megatron.use_precision_aware_optimizer=true",
+    ],
+    "sync": ["rollout.sync_bucket_mb down", LESS, "parallel.tp up"],
+    "save": ["parallel.tp up", "parallel.pp up", LESS],
+}
+
+HOST_MEMORY = [
+    "rollout.tp up: a copy of the weights an engine",
+    "reward.workers down",
+    "fewer ranks on a machine, or more memory for the job (Slurm: --mem, Docker: --memory)",
+]
+
+OTHERS = "end what else uses this GPU (nvidia-smi shows it)"
+NO_CACHE = "No available memory for the cache blocks"
+NO_STATES = "exceeds available Mamba cache"
+VLLM_MEMORY = {  # what vLLM says where memory is short → what to turn; it has a budget of its own, whatever the phase
+    NO_CACHE: [MORE, "rollout.tp up", "rollout.vllm.max_num_batched_tokens down"],
+    NO_STATES: [FEWER, MORE, "rollout.tp up"],  # states of linear attention
+    "larger than the available KV cache": [
+        MORE, "rollout.tp up", "data.max_prompt_tokens or rollout.max_new_tokens down",
+    ],
+    "on startup is less than": [LESS, "rollout.tp up", OTHERS],
+    "Error in memory profiling": [OTHERS, "start again", LESS],
+    "Memory usage increased after sleeping": [OTHERS, "start again with resume=auto"],
+    "when warming up": [FEWER, LESS, "rollout.tp up"],
+    "out of memory at": [LESS, "parallel.tp up", "parallel.pp up"],  # its allocator, at wake
+    "on kv cache allocation is less than": [  # on a CPU
+        "VLLM_CPU_KVCACHE_SPACE down", "rollout.tp up", "fewer ranks on a machine",
+    ],
+}  # fmt: skip
+
+LOST_WORDS = ("onnection", "remote process exited", "network error")  # of gloo and NCCL, which have no class for it
+
+
+def lost_rank(error: Exception) -> str | None:
+    """What an error means if it comes from a lost connection; else None."""
+    if not isinstance(error, RuntimeError) or not any(word in str(error) for word in LOST_WORDS):
+        return None
+    text = str(error).splitlines()[0]
+    return f"another rank is gone ({text}). torchrun's report says which one; go on with resume=auto"
+
+
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE)
+
+
+def disk_error(error: Exception, folder: Path) -> str | None:
+    """What an error means if a small file cannot be written to output_dir (torch raises no OSError then); else None."""
+    known = getattr(error, "errno", None) in DISK_ERRORS or "I/O error" in str(error)
+    reason = error if known else files.try_to_write(folder)
+    return reason and (
+        f"a file could not be written: {reason}; the disk of output_dir={folder} has "
+        f"{gib(shutil.disk_usage(files.nearest_existing(folder)).free)} free. Make room, then go on with resume=auto"
+    )
+
+
+GPU_WORDS = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUBLAS_STATUS_NOT_INITIALIZED")
+HOST_WORDS = ("DefaultCPUAllocator", "Cannot allocate memory")
+
+
+def out_of_memory(phase: str, error: BaseException) -> str | None:
+    """What an error in a phase means for the configuration, where memory of GPU or host was short; else None.
+
+    An unknown phase counts as "build". Such errors have no class in common: vLLM raises ValueError and RuntimeError.
+    """
+    text = str(error)
+    vllm = next((keys for words, keys in VLLM_MEMORY.items() if words in text), None)
+    if isinstance(error, MemoryError) or any(words in text for words in HOST_WORDS):
+        kind, turn = f"host memory, of which {gib(host_free_bytes())} are free", HOST_MEMORY
+    elif vllm is not None:
+        kind, turn = "memory for vLLM", vllm
+    elif isinstance(error, torch.OutOfMemoryError) or any(words in text for words in GPU_WORDS):
+        kind, turn = "GPU memory", MEMORY.get(phase, MEMORY["build"])
+    else:
+        return None
+    reason = (text or type(error).__name__).splitlines()[0]
+    return f"out of {kind}: {reason}\n  turn one of: {'; '.join(turn)}"

@@ -1,0 +1,108 @@
+"""Options that go to Megatron-core and vLLM as they are: options.yaml has their names, docs/options.md says why.
+
+One that would be ignored, or break what the trainer relies on, is refused before anything is built.
+"""
+
+import dataclasses
+import enum
+import fnmatch
+import json
+import typing
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import pydantic
+import yaml
+from pydantic import Field
+
+from config import UserError
+from grpo.parts.base.read_config import nearest
+
+TABLES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+MEGATRON_NEEDS = {name: (other, value) for other, value, names in TABLES["megatron_needs"] for name in names}
+COUNT = Annotated[int, Field(ge=1)]
+SCALE = Annotated[float, Field(gt=0, le=2**32)]
+# Narrower than what Megatron declares.
+MEGATRON_TYPES = {
+    "adam_eps": Annotated[float, Field(ge=0)],
+    "bucket_size": COUNT | None,
+    "hysteresis": COUNT,
+    "initial_loss_scale": SCALE,
+    "loss_scale": SCALE,
+    "loss_scale_window": COUNT,
+    "min_loss_scale": SCALE,
+    "moe_aux_loss_coeff": Annotated[float, Field(ge=0)],
+    "optimizer_offload_fraction": Annotated[float, Field(gt=0, le=1)],
+    "pipeline_model_parallel_layout": str | list | None,
+    "recompute_num_layers": COUNT | None,
+    "recompute_modules": list[Literal["core_attn", "mlp", "moe", "shared_experts"]],  # without Transformer Engine
+}
+
+
+def check_type(key: str, value: Any, hint: Any) -> None:
+    """Raises UserError where the `value` of `key`, as YAML gives it, is not of the type that the library declares."""
+    if isinstance(hint, str) or hint is Any:
+        return
+    if dataclasses.is_dataclass(hint):  # a section of options, which the library checks itself
+        hint = dict[str, Any]
+    kinds = [kind for kind in (hint, *typing.get_args(hint)) if isinstance(kind, enum.EnumType)]
+    members = [member for kind in kinds for member in kind.__members__]
+    if members and isinstance(value, str):
+        if value.upper() not in members:
+            near = nearest(value.upper(), members)
+            legal = f"the nearest is {near}" if near else f"legal are {', '.join(members)}"
+            raise UserError(f"{key}={value!r}: no such value; {legal}")
+        return
+    settings = {"arbitrary_types_allowed": True, "allow_inf_nan": False, "strict": True}
+    try:
+        pydantic.TypeAdapter(hint, config=settings).validate_json(json.dumps(value, default=str))
+    except pydantic.ValidationError as error:
+        legal = dict.fromkeys(problem["msg"] for problem in error.errors())
+        raise UserError(f"{key}={value!r}: {' or '.join(legal).replace('Input should', 'must')}") from None
+
+
+def check_megatron(options: dict[str, Any], classes: tuple[type, ...], dtype: str) -> None:
+    """UserError unless `options` are fields of Megatron's config `classes` that have an effect at this model.dtype."""
+    types = {field.name: field.type for cls in classes for field in dataclasses.fields(cls)}
+    works = f"the fields that may be set are {', '.join(TABLES['megatron_works'])}"
+    for name, value in options.items():
+        key = f"megatron.{name}"
+        if name not in types:
+            near = nearest(name, types)
+            legal = f"the nearest field of Megatron-core is 'megatron.{near}'" if near else works
+            raise UserError(f"unknown key '{key}'; {legal}")
+        if name in TABLES["megatron_owned"]:
+            raise UserError(f"{key} may not be set: use {TABLES['megatron_owned'][name]}")
+        if name not in TABLES["megatron_works"]:
+            raise UserError(f"{key} may not be set, see docs/options.md; {works}")
+        check_type(key, value, MEGATRON_TYPES.get(name, types[name]))
+        other, needed = MEGATRON_NEEDS.get(name, (name, value))
+        if options.get(other) != needed:
+            raise UserError(f"{key}={value!r} has no effect without megatron.{other}={needed!r}")
+    if options.get("optimizer_cpu_offload") and dtype == "fp32":
+        raise UserError("megatron.optimizer_cpu_offload=True: not for an fp32 model; use model.dtype=bf16")
+    scaling = [f"megatron.{name}" for name in options if "loss_scale" in name or name == "hysteresis"]
+    if scaling and dtype != "fp16":
+        raise UserError(f"{', '.join(scaling)}: only fp16 needs a loss scale; leave it out, or use model.dtype=fp16")
+
+
+def check_vllm(options: dict[str, Any]) -> None:
+    """Check that `options` may go to vLLM, and have the types that it declares. Raises UserError."""
+    for name in options:
+        for owner, patterns in TABLES["vllm_owned"].items():
+            if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
+                raise UserError(f"rollout.vllm.{name} may not be set: it is settled by {owner}")
+    if options.get("quantization") not in (None, "fp8"):
+        value = options["quantization"]
+        raise UserError(f"rollout.vllm.quantization={value!r}: a push is quantised as it is loaded; legal is fp8")
+    if not options:
+        return
+    from grpo.parts.engine.vllm_process import engine_options  # only where it is used: importing vLLM takes seconds
+
+    types = engine_options()
+    for name, value in options.items():
+        if name not in types:
+            near = nearest(name, types)
+            legal = f"the nearest option of vLLM is 'rollout.vllm.{near}'" if near else "legal are vLLM's EngineArgs"
+            raise UserError(f"unknown key 'rollout.vllm.{name}'; {legal}")
+        check_type(f"rollout.vllm.{name}", value, types[name])

@@ -1,0 +1,84 @@
+"""The teacher of on-policy distillation (algo.teacher): another model, or the same one with a hint in its prompt."""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+import megatron_bridge as bridge
+from config import Config
+from grpo.parts.base import hf_folder
+from grpo.parts.data.prompts import load_tokenizer
+from grpo.parts.model import matched
+from grpo.step.records import Sample
+
+SELF = "self"  # algo.teacher: the model's own present weights
+
+
+@dataclass
+class Teacher:
+    """The chunks of a model, and its weights where they are offloaded to the host (None: they are in the model)."""
+
+    model: list
+    weights: list[torch.Tensor] | None = None
+
+
+def build_teacher(model: list, cfg: Config) -> Teacher:
+    """The teacher of a run that trains `model`."""
+    algo = cfg.algo
+    if algo.teacher == SELF:
+        return Teacher(model)
+    path = hf_folder.local_folder(algo.teacher)
+    dtype = bridge.DTYPES[cfg.model.dtype]
+    match_engine = bool(cfg.model.match_engine) and matched.supports(hf_folder.read_config(path))
+    chunks = bridge.build_model(
+        path, cfg.parallel, dtype, cfg.megatron, cfg.model.fp32_head, adapters=None, match_engine=match_engine
+    )
+    if algo.reference_on != "host":
+        return Teacher(chunks)
+    weights = bridge.copy_weights(chunks, "host")
+    for chunk in chunks:
+        for parameter in chunk.parameters():
+            parameter.data = parameter.data.new_empty(0)
+    return Teacher(chunks, weights)
+
+
+def with_teacher_prompts(samples: list[Sample], is_policy: bool) -> list[Sample]:
+    """The samples as the teacher sees them: the same answers after the prompts with hints, if there are hints.
+
+    The teacher's routers choose for themselves. If the teacher `is_policy`, the same model, its routers replay where
+    there are routes, so the samples get empty ones. Another model may differ in layers and experts, and gets none.
+    """
+    seen = [sample if sample.asked is None else replace(sample, prompt_ids=sample.asked) for sample in samples]
+    return [replace(s, routes=s.routes[:0] if is_policy and s.routes is not None else None) for s in seen]
+
+
+def another(cfg: Config) -> str | None:
+    """Where the teacher comes from if it is another model; None where there is none, or the model itself."""
+    return None if cfg.algo.teacher == SELF else cfg.algo.teacher
+
+
+def check_vocabulary(cfg: Config) -> None:
+    """See from its config.json that the teacher has a row for every token of the model. Raises ValueError."""
+    path = cfg.algo.teacher
+    rows, needed = (hf_folder.read_config(name).vocab_size for name in (path, cfg.model.path))
+    if rows < needed:
+        raise ValueError(
+            f"algo.teacher={path}: its vocabulary has {rows} rows, that of model.path={cfg.model.path} {needed}; an id "
+            "beyond them could be sampled, so it must have as many at least"
+        )
+
+
+def check_tokens(cfg: Config, tokenizer) -> None:
+    """See that the teacher knows the `tokenizer`'s tokens by the same ids. Raises ValueError."""
+    path = cfg.algo.teacher
+    try:
+        known = load_tokenizer(path).get_vocab()
+    except ValueError as error:
+        raise ValueError(str(error).replace("model.path=", "algo.teacher=")) from None
+    for token, number in sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]):
+        if known.get(token) != number:
+            raise ValueError(
+                f"algo.teacher={path}: its tokenizer is another one: token {number} of model.path={cfg.model.path} is "
+                f"{token!r}, which the teacher has as {known.get(token, 'none of its tokens')}; it scores the very ids "
+                "that were sampled, so it has to know all tokens of the model by the same ids"
+            )

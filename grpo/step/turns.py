@@ -1,0 +1,183 @@
+"""Multi-turn rollouts: an environment, such as a tool or a game, replies to the model's answers (docs/turns.md).
+
+Each turn is sampled from the ids of prompt and response so far: what vLLM sampled is never tokenised again.
+"""
+
+import inspect
+from collections.abc import Iterator
+from concurrent import futures
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch.distributed as dist
+
+from config import Config, EvalConfig, RolloutConfig
+from grpo.parts.base import user_code
+from grpo.parts.data.ends import after_answer
+from grpo.parts.data.tokens import check_ids, missing_row
+from grpo.step.grading import TURNS, GradingPool, Outcome
+from rollout import Completion, Engine
+
+FAILED = f"{TURNS} failed: "  # how the error of a sample begins whose environment failed
+
+
+class Talk(NamedTuple):
+    """A conversation: the number of its prompt, its number among the prompt's, and what was said."""
+
+    prompt: int
+    number: int
+    said: Completion  # with the columns "turns", texts of model, environment, model, ..., and "state"
+
+    def add(self, ids: list[int], logps: list[float], text: str) -> None:
+        self.said.ids = self.said.ids + ids
+        self.said.logps = self.said.logps + logps
+        self.said.turns.append(len(ids))
+        self.said.columns["turns"].append(text)
+
+
+@dataclass
+class Conversations:
+    """Whole conversations, each a function of prompt, seed, number and replies; `generate` replaces the engine's."""
+
+    engine: Engine
+    pool: GradingPool  # calls the function of rollout.turns
+    inputs: Any  # grpo.run.inputs.Inputs: tokenizer, vocab_size
+    cfg: Config
+    rows: list[dict]  # the data row of each prompt
+
+    def generate(
+        self, prompts: list[list[int]], seeds: list[int], n: int, sampling: RolloutConfig | EvalConfig, max_tokens: int
+    ) -> Iterator[tuple[int, list[Completion]]]:
+        """Yield (number of the prompt, its `n` conversations of at most `max_tokens`) once all of them have ended.
+
+        Each goes on as soon as its reply is there, while the engine samples the answers of others.
+        """
+        talks = [
+            Talk(p, i, Completion([], [], False, columns={"turns": [], "state": {}}))
+            for p in range(len(prompts))
+            for i in range(n)
+        ]
+        active = {*range(len(talks))}  # numbers of the conversations that have not ended
+        asked = range(len(talks))  # of those whose next answer is to be sampled
+        calls = {}  # {number: call of the environment} of those that await a reply
+        steps = self.engine.steps(sampling)
+        while active:
+            requests = []
+            for number in asked:
+                p, i, said = talks[number]
+                seed = turn_seed(seeds[p], i, len(said.turns) // 2)
+                requests.append((number, prompts[p] + said.ids, seed, max_tokens - len(said.ids)))
+            self.engine.ask(requests, 1, sampling)
+            asked, ended = [], []
+            for number, (answer,) in next(steps):
+                self.add_answer(talks[number], answer)
+                if answer.finished:
+                    calls[number] = self.call(talks[number])
+                else:
+                    ended.append(number)
+            for number, outcome in self.take_replies(calls, wait=len(calls) == len(active)):
+                goes_on = self.reply(talks[number], outcome, max_tokens)
+                (asked if goes_on else ended).append(number)
+            active -= {*ended}
+            for p in sorted({talks[number].prompt for number in ended}):
+                group = range(p * n, p * n + n)
+                if active.isdisjoint(group):
+                    yield p, [talks[number].said for number in group]
+
+    def add_answer(self, talk: Talk, answer: Completion) -> None:
+        talk.add(answer.ids, answer.logps, self.inputs.tokenizer.decode(answer.ids, skip_special_tokens=True))
+        if answer.nuclei is not None:
+            talk.said.nuclei = (talk.said.nuclei or []) + answer.nuclei
+        talk.said.routes = answer.routes  # of all tokens up to here
+        talk.said.finished = answer.finished
+        talk.said.sampling += answer.sampling
+
+    def call(self, talk: Talk) -> Future | None:
+        """Queue the environment's reply to the last answer; None on the engine's ranks that call no functions."""
+        rollout, columns = self.cfg.rollout, talk.said.columns
+        if dist.get_rank() % rollout.tp:
+            return None
+        return self.pool.submit_turn(rollout.turns, columns["turns"][-1], self.rows[talk.prompt], columns["state"])
+
+    def take_replies(self, calls: dict[int, Future | None], wait: bool) -> list[tuple[int, Outcome]]:
+        """Take the calls that are done out of `calls`, the same on all ranks of the engine; `wait` for one of them."""
+        replies = []
+        if dist.get_rank() % self.cfg.rollout.tp == 0:
+            if wait:  # nothing is left to sample meanwhile
+                futures.wait(calls.values(), return_when=futures.FIRST_COMPLETED)
+            replies = [(number, call.result()) for number, call in calls.items() if call.done()]
+        if calls:
+            replies = broadcast_in_engine(replies, self.cfg.rollout.tp)
+        for number, _ in replies:
+            del calls[number]
+        return replies
+
+    def reply(self, talk: Talk, outcome: Outcome, max_tokens: int) -> bool:
+        """Add the environment's reply to the last answer; returns whether the model goes on."""
+        said = talk.said
+        if outcome.status != "ok":
+            error = FAILED + outcome.error if outcome.error else ""
+            said.failure = replace(outcome, error=error)
+            return False
+        text = outcome.parts["reply"]
+        said.columns["state"] = outcome.parts["state"]
+        if text is None or len(said.turns[::2]) == self.cfg.rollout.max_turns:
+            return False
+        ids = reply_ids(text, said.ids[-1], self.inputs.tokenizer, self.cfg.data)
+        problem = missing_row("its reply", ids, self.inputs.tokenizer, self.inputs.vocab_size)
+        if problem:
+            said.failure = Outcome(status="error", error=FAILED + problem)
+            return False
+        said.finished = len(said.ids) + len(ids) < max_tokens  # there is room for one more token, of the model
+        if said.finished:
+            talk.add(ids, [0.0] * len(ids), text)
+        return said.finished
+
+
+def reply_ids(text: str, last: int, tokenizer, data) -> list[int]:
+    """The token ids of an environment's text, or with data.chat_template of the user's next message, after `last`.
+
+    Where `last`, the token that ended the answer, is not the template's end token, the template's follows it.
+    """
+    if data.chat_template:
+        text = after_answer(tokenizer, data, text).removeprefix(tokenizer.decode([last]))
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def turn_seed(seed: int, answer: int, turn: int) -> int:
+    """Seed of a turn of a prompt's answer; that of the first, turn 0, is as vLLM seeds several answers."""
+    return seed + answer if turn == 0 else int(np.random.SeedSequence([seed, answer, turn]).generate_state(1)[0])
+
+
+def broadcast_in_engine(value: Any, tp: int) -> Any:
+    """The value of the first of an engine's `tp` ranks, on each of them; only the first rank calls functions."""
+    if tp == 1:
+        return value
+    from vllm.distributed import get_tp_group
+
+    values = [value]
+    group = get_tp_group()
+    dist.broadcast_object_list(values, src=group.ranks[0], group=group.cpu_group)
+    return values[0]
+
+
+def check(cfg: Config, tokenizer, vocab_size: int, row: dict) -> None:
+    """ValueError unless rollout.turns exists, model and template hold its replies, and the data lacks its columns."""
+    if cfg.rollout.turns is None:
+        return
+    place = f"{TURNS}={cfg.rollout.turns}"
+    function = user_code.load_function(TURNS, cfg.rollout.turns)
+    try:
+        inspect.signature(function).bind("text", {}, {})
+    except TypeError as error:
+        raise ValueError(f"{place}: {error}; it is called with (text, row, state)") from None
+    taken = row.keys() & {"turns", "state"}
+    if taken:
+        raise ValueError(f"{place}: the data have a column {min(taken)!r}, a name of the conversation; rename it")
+    try:
+        ids = reply_ids("1", 0, tokenizer, cfg.data)
+    except Exception as error:  # a template fails as code does, with any exception
+        raise ValueError(f"{place}: the chat template refuses a user's second message: {error}") from None
+    check_ids(f"{place}: a reply", ids, tokenizer, vocab_size)
