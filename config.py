@@ -26,7 +26,7 @@ class RankError(TrainingError):
 
 
 LARGEST = 2**31 - 1  # bound of every number, so that none overflows later
-# Strict types: text and true/false are no numbers, except "inf" where an infinite bound is legal.
+# Strict types: text and true or false are not numbers. Only "inf" is one, where an infinite bound is legal.
 Whole = Annotated[int, Field(strict=True, ge=0, le=LARGEST)]
 Count = Annotated[int, Field(strict=True, ge=1, le=LARGEST)]
 AllOrCount = Literal[-1] | Count
@@ -63,7 +63,8 @@ class ModelConfig(Section):
     )
     flash_attention: bool = True  # for bf16 and fp16 on a GPU; false: torch's other kernels, sequences padded, slower
     fp32_head: bool = False  # logits of a bf16 or fp16 model in fp32, in the trainer and in vLLM
-    # the forward pass in vLLM's arithmetic, so that log-probs have equal bits; null: on a CPU wherever it costs little
+    # Compute the forward pass in vLLM's arithmetic, so that log-probs have equal bits. null: on a CPU where this costs
+    # little. docs/equal-bits.md
     match_engine: bool | None = None
 
 
@@ -97,10 +98,10 @@ class RolloutConfig(Section):
     top_k: AllOrCount = -1  # sample from the k likeliest tokens; -1: all
     tp: Count = 1  # tensor parallel size of each vLLM engine; there are world size / tp engines
     gpu_memory_utilization: ShareAboveZero = 0.6  # share of a GPU's memory for vLLM while it samples
-    # bounds of |trainer - vLLM| log-prob (fp32: largest, else mean of an update) and of the mean k3 of vLLM against
-    # the trainer over 20 updates; null: 10 (fp32: 50) times what rounding does in this model: docs/dev/checks.md
+    # Bound of |trainer - vLLM| log-prob: of the largest in fp32, else of an update's mean. null: 10 times (fp32: 50
+    # times) what rounding does in this model. docs/dev/checks.md
     max_logp_gap: PositiveOrInf | None = None
-    max_mismatch_kl: PositiveOrInf | None = None
+    max_mismatch_kl: PositiveOrInf | None = None  # the same of the mean k3 of vLLM against the trainer in 20 updates
     sync_bucket_mb: Count = 512  # size of a bucket in which weights go from trainer to vLLM
     sleep_level: Literal[1, 2] = 2  # of vLLM on GPUs: while asleep, 2 drops its weights, 1 keeps them on the host
     exact: bool = False  # deterministic sampling and training on GPUs, slower: docs/resume.md
@@ -136,42 +137,56 @@ class RewardConfig(Section):
 
 
 class AlgoConfig(Section):
+    # advantages
     advantage: str = "grpo"  # a branch of group_advantages
+    max_rounds: Count = 1  # above 1, groups of equal rewards are replaced by new prompts in at most this many rounds
+    overlong_buffer: Whole = 0  # length in tokens before rollout.max_new_tokens over which a penalty grows; 0: none
+    overlong_coef: NotNegative = 1.0  # the penalty at rollout.max_new_tokens
+
+    # the policy loss
     loss: str = "ppo_clip"  # a branch of policy_loss
     clip_low: NotNegative = 0.2  # the ratio is clipped to 1 - clip_low from below; ipo, dppo_tv: a fall of probability
     clip_high: NotNegativeOrInf = 0.2  # and to 1 + clip_high from above; ipo, dppo_tv: a rise of probability
     dual_clip: AboveOneOrInf | None = None  # the loss of a token is at most dual_clip · |A| where A < 0
+    old_logp: Literal["trainer", "rollout"] = "trainer"  # who computes the old log-probs of the ratio
     loss_norm: str = "token_mean"  # a branch of loss_weights
     loss_norm_length: Whole = 0  # the constant of seq_mean_token_sum_norm; 0: rollout.max_new_tokens
+    mask_truncated: bool = False  # leave truncated answers out of the loss
+    entropy_coef: Number = 0.0  # of the entropy bonus in the loss
+
+    # the reference model
     kl_coef: NotNegative = 0.0  # 0: no reference model is kept
-    reference_on: Literal["gpu", "host"] = "gpu"  # where reference and teacher wait between their passes
     kl: str = "k3"  # a branch of token_kl
     kl_in: Literal["loss", "reward"] = "loss"  # where kl_coef · KL enters
+    reference_on: Literal["gpu", "host"] = "gpu"  # where reference and teacher wait between their passes
+
+    # a teacher
     teacher: str | None = None  # folder or hub name of a model to distil on-policy, or self: with data.hint_key
     teacher_coef: NotNegative = 1.0  # of log(teacher / policy) in each token's advantage
-    entropy_coef: Number = 0.0  # of the entropy bonus in the loss
-    old_logp: Literal["trainer", "rollout"] = "trainer"  # who computes the old log-probs of the ratio
+
+    # where vLLM and the trainer differ
     correction: str = "none"  # importance correction of vLLM against the trainer, a name of CORRECTION_BOUNDS
     correction_level: Literal["token", "sequence"] = "token"  # for tis and icepop
     correction_low: NotNegative | None = None  # bounds; null: those of CORRECTION_BOUNDS
     correction_high: NotNegativeOrInf | None = None  # as correction_low
-    max_rounds: Count = 1  # above 1, groups of equal rewards are replaced by new prompts, in so many rounds at most
-    overlong_buffer: Whole = 0  # over so many tokens before rollout.max_new_tokens a penalty grows; 0: none
-    overlong_coef: NotNegative = 1.0  # the penalty at rollout.max_new_tokens
-    mask_truncated: bool = False  # leave truncated answers out of the loss
     replay_routes: bool = False  # MoE: train with the experts that vLLM chose for each token; docs/models.md
 
 
 class TrainConfig(Section):
+    # length of the run
     epochs: Positive | None = None  # passes over data.train, in place of train.steps; docs/data.md
     # steps of the whole run; null with train.epochs until the data are read
     steps: Count | None = Field(default_factory=lambda given: None if given.get("epochs") else 100)
+
+    # the optimizer
     lr: NotNegative = 1e-6  # learning rate
     warmup_steps: Whole = 0  # learning rate rises linearly over these steps, then stays
     weight_decay: NotNegative = 0.0  # of AdamW
     adam_beta1: Beta = 0.9  # of the mean of gradients
     adam_beta2: Beta = 0.999  # of the mean of their squares
     clip_grad: NotNegative = 1.0  # gradients of a larger norm are scaled down to it; 0: never
+
+    # the updates of a step
     updates_per_step: Count = 1  # optimizer steps on each batch of samples
     epochs_per_step: Count = 1  # passes over each batch of samples
     max_tokens_per_micro_batch: Count = 16384  # cap of the positions of a training row; cp ranks split it
@@ -179,14 +194,18 @@ class TrainConfig(Section):
     share_prompts: bool = True  # compute a prompt once for its answers in a row: docs/shared-prompts.md
     # offloaded while vLLM samples; optimizer: its state and the gradients; null: grads on a GPU, none on a CPU
     offload: Literal["none", "grads", "optimizer"] | None = None
+
+    # checkpoints, exports, evaluations
     save_every: Whole = 20  # steps between checkpoints, the last at the end; 0: only where a signal stops the run
     keep_last: Whole = 2  # newest checkpoints that are kept; 0: all
     keep_every: Whole = 0  # checkpoints at multiples of this step are kept as well; 0: none
     export_every: Whole = 0  # steps between exports to output_dir/hf; 0: at the end only
-    stall_timeout_s: Seconds = 1800.0  # the run ends if no rank finishes a phase for so long; 0: never
+    eval_every: Whole = 0  # steps between evaluations on data.eval, the first before the first step; 0: none
+
+    # when to give up
+    stall_timeout_s: Seconds = 1800.0  # the run ends if no rank finishes a phase within this time; 0: never
     max_skipped: Count = 3  # updates in a row whose loss or gradient is NaN or inf, before the run stops
     patience: Whole = 50  # steps in a row that learn nothing, before the run ends: docs/troubleshooting.md; 0: never
-    eval_every: Whole = 0  # steps between evaluations on data.eval, the first before the first step; 0: none
 
 
 class Course(Section):

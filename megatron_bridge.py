@@ -2,7 +2,7 @@
 
 It knows nothing of rewards, groups, advantages or prompts. Of a micro-batch `mb` it reads `tokens, targets, mask,
 position_ids` (each [1, T]), `weights` ([1, T] or None; 0 where a token has no part in the loss), `rows` [M], where the
-mask is 1, `sizes` [S] and `nuclei`: a row of T tokens packs S sequences, one after another. Where these share a prompt,
+mask is 1, `sizes` [S] and `replay`: a row of T tokens packs S sequences, one after another. Where these share a prompt,
 C of the T positions are computed; see MicroBatch in grpo/step/records.py.
 
 Weights are exchanged as (Hugging Face name, full tensor) pairs: `load_weights` reads them, `hf_weights` yields them,
@@ -49,6 +49,7 @@ from megatron.core import parallel_state as mpu
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: F401, for the script
 from megatron.core.tensor_parallel import (
     model_parallel_cuda_manual_seed,
@@ -118,13 +119,20 @@ def token_multiple(parallel) -> int:
 # ---------------------------------------------------------------- model
 
 
-def transformer_config(hf, parallel, dtype: torch.dtype, extra: dict, match_engine=False) -> TransformerConfig:
+def transformer_config(
+    hf,
+    parallel,
+    dtype: torch.dtype,
+    extra: dict,
+    match_engine=False,
+) -> TransformerConfig:
     """The Megatron configuration of a Hugging Face `hf` config; `extra` overrides any field.
 
     Megatron raises on what it refuses.
     """
     settings = architecture_options(hf) | parallel_options(parallel) | moe_options(hf)
     settings |= dict(
+        # numbers
         hidden_dropout=0.0,
         attention_dropout=0.0,
         params_dtype=dtype,
@@ -133,6 +141,7 @@ def transformer_config(hf, parallel, dtype: torch.dtype, extra: dict, match_engi
         fp16=dtype is torch.float16,
         calculate_per_token_loss=True,  # gradients are sums, divided once by the global denominator
         use_cpu_initialization=not torch.cuda.is_available(),
+        # kernels, all of them ours
         gradient_accumulation_fusion=torch.cuda.is_available(),  # by add_product, not by Apex
         masked_softmax_fusion=False,
         bias_activation_fusion=False,
@@ -141,6 +150,7 @@ def transformer_config(hf, parallel, dtype: torch.dtype, extra: dict, match_engi
         apply_rope_fusion=False,
         persist_layer_norm=False,
     )
+
     if match_engine:
         settings |= matched.OPTIONS
     settings |= options_for(TransformerConfig, extra)
@@ -151,6 +161,7 @@ def architecture_options(hf) -> dict:
     """Fields of TransformerConfig that follow from the architecture alone, those of experts aside."""
     rules = FAMILIES[hf.architectures[0]]
     window = sliding_window(hf)
+
     options = dict(
         num_layers=hf.num_hidden_layers,
         hidden_size=hf.hidden_size,
@@ -169,6 +180,7 @@ def architecture_options(hf) -> dict:
     )
     if not has_linear_attention(hf):
         return options
+
     shapes = ("conv_kernel_dim", "key_head_dim", "value_head_dim", "num_key_heads", "num_value_heads")
     options |= {f"linear_{name}": getattr(hf, f"linear_{name}") for name in shapes}
     return options | {"attention_output_gate": True, "layernorm_zero_centered_gamma": True}
@@ -201,6 +213,7 @@ def moe_options(hf) -> dict:
     )
     if not is_moe(hf):
         return options
+
     return options | dict(
         num_moe_experts=num_experts(hf),
         moe_ffn_hidden_size=expert_width(hf),
@@ -264,11 +277,13 @@ def build_model(
 ) -> list[DistributedDataParallel]:
     """This rank's model chunks (one, or `vpp`), built from the Hugging Face folder `path`, with its `weights`.
 
-    `extra` overrides fields of Megatron's configurations; `fp32_head`: logits in fp32 for any `dtype`; `adapters`:
-    the section `lora` of the configuration (rank 0: all weights are trained), or None for a model without gradients.
+    `extra` overrides fields of Megatron's configurations. `fp32_head` computes logits in fp32 for any `dtype`.
+    `adapters` is the section `lora` of the configuration, where rank 0 trains all weights, or None for a model without
+    gradients.
     """
     hf = hf_folder.read_config(path)
     config = transformer_config(hf, parallel, dtype, extra, match_engine)
+
     vp_stages = range(parallel.vpp) if parallel.vpp > 1 else [None]
     chunks = []
     for vp_stage in vp_stages:
@@ -277,14 +292,17 @@ def build_model(
         if match_engine:
             matched.attach(model)
         chunks.append(model.to(device(), dtype))
+
     settings = {"use_distributed_optimizer": True, "grad_reduce_in_fp32": True}
     ddp_config = DistributedDataParallelConfig(**settings | options_for(DistributedDataParallelConfig, extra))
     model = [DistributedDataParallel(config, ddp_config, chunk) for chunk in chunks]
     for chunk in model:
         chunk.hf_config = hf
+
     config.finalize_model_grads_func = finalize_model_grads
     if ddp_config.overlap_grad_reduce:  # only the last micro-batch starts the reduction
         config.no_sync_func = [chunk.no_sync for chunk in model] if len(model) > 1 else model[0].no_sync
+
     if weights:
         load_weights(model, path)
     for chunk in model:
@@ -292,8 +310,13 @@ def build_model(
     return model
 
 
-def build_chunk(hf, config: TransformerConfig, vp_stage: int | None, adapters: LoraConfig | None) -> HiddenGPT:
-    """One model chunk of this rank, its weights not loaded; `vp_stage`: which of the `vpp`, None where there is one."""
+def build_chunk(
+    hf,
+    config: TransformerConfig,
+    vp_stage: int | None,
+    adapters: LoraConfig | None,
+) -> HiddenGPT:
+    """One model chunk of this rank, its weights not loaded. `vp_stage` is its number, None where there is only one."""
     layers = stage_layers(config)[mpu.get_pipeline_model_parallel_rank()][vp_stage or 0]
     specs = [layer_spec(hf, config, adapters, has_linear_attention(hf, layer)) for layer in layers]
     model = HiddenGPT(
@@ -320,15 +343,22 @@ def build_chunk(hf, config: TransformerConfig, vp_stage: int | None, adapters: L
     return model
 
 
-def layer_spec(hf, config: TransformerConfig, adapters: LoraConfig | None, is_linear: bool) -> ModuleSpec:
-    """Megatron's spec of one transformer layer, with our norm, attention, activation, router and experts; `is_linear`:
-    with linear attention.
+def layer_spec(
+    hf,
+    config: TransformerConfig,
+    adapters: LoraConfig | None,
+    is_linear: bool,
+) -> ModuleSpec:
+    """Megatron's spec of one transformer layer, with our norm, attention, activation, router and experts.
+
+    `is_linear`: its attention is linear.
     """
     spec = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
     )
     spec.submodules.input_layernorm = RMSNorm
     spec.submodules.pre_mlp_layernorm = RMSNorm
+
     attention = spec.submodules.self_attention.submodules
     attention.core_attention = PackedAttention
     if config.qk_layernorm:
@@ -336,16 +366,17 @@ def layer_spec(hf, config: TransformerConfig, adapters: LoraConfig | None, is_li
         attention.k_layernorm = RMSNorm
     if is_linear:
         spec.submodules.self_attention = ModuleSpec(GatedDeltaNet)
+
     mlp = submodules(spec.submodules.mlp)
-    if is_moe(hf):
-        mlp.router = Router
-        mlp.experts = ModuleSpec(
-            experts_for(config, adapters.rank if adapters else 0), submodules=submodules(mlp.experts)
-        )
-        mlp.experts.submodules.activation_func = Activation
-        submodules(mlp.shared_experts).activation_func = Activation
-    else:
+    if not is_moe(hf):
         mlp.activation_func = Activation
+        return spec
+
+    mlp.router = Router
+    lora_rank = adapters.rank if adapters else 0
+    mlp.experts = ModuleSpec(experts_for(config, lora_rank), submodules=submodules(mlp.experts))
+    mlp.experts.submodules.activation_func = Activation
+    submodules(mlp.shared_experts).activation_func = Activation
     return spec
 
 
@@ -408,20 +439,26 @@ def optimizer_step(optimizer, lr: float, offloaded: bool) -> float:
     """
     for group in optimizer.param_groups:
         group["lr"] = lr
-    scalers = fp16.loss_scalers(optimizer)
+
+    scalers = fp16.loss_scalers(optimizer)  # of experts and of the rest
     states = [scaler.state_dict() for scaler in scalers]
     optimizer.prepare_grads()
     norm = float(optimizer.get_grad_norm())
-    for scaler, state in zip(scalers, states, strict=True):  # of experts and of the rest, which may overflow alone
+    for scaler, state in zip(scalers, states, strict=True):  # one of them may have overflowed alone
         scaler.load_state_dict(state)
         scaler.update(not math.isfinite(norm))
-    if math.isfinite(norm) and norm > 0:
-        if offloaded:
-            take_back_state(optimizer)
-        # For step, which would compute the norm again, and divide by the loss scale twice.
-        optimizer.prepare_grads, optimizer.get_grad_norm = lambda: False, lambda: norm
-        optimizer.step()
-        del optimizer.prepare_grads, optimizer.get_grad_norm
+    if not math.isfinite(norm) or norm == 0:
+        return norm
+
+    # The rest of Megatron's own step, which would divide by the loss scale and compute the norm once more.
+    if offloaded:
+        take_back_state(optimizer)
+    for part in optimizer.chained_optimizers:
+        weights = part.get_parameters()
+        if part.config.clip_grad > 0 and weights:
+            decoupled = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+            clip_grad_by_total_norm_fp32(weights, part.config.clip_grad, norm, decoupled)
+    optimizer.step_with_ready_grads()
     return norm
 
 
@@ -441,7 +478,7 @@ def hidden_states(model, mb) -> torch.Tensor:
         options = {"padding_mask": untrained}
     tokens, positions = (own_stripe(mb.computed(values)) for values in (mb.tokens, mb.position_ids))  # [1, C / cp]
     packing = Packing.of(mb, chunk.inv_freq, chunk.config)
-    if mb.routes is not None:
+    if "routes" in mb.replay:
         routes.set_routes(chunk, mb)
     return model(tokens.long().contiguous(), positions, attention_mask=None, packed_seq_params=packing, **options)
 
@@ -623,7 +660,11 @@ def load_weights(model: list, path: str) -> None:
         weight.data.copy_(shard)
 
 
-def read_weights(model: list, path: str, chosen: Container | None = None) -> Iterator[tuple]:
+def read_weights(
+    model: list,
+    path: str,
+    chosen: Container | None = None,
+) -> Iterator[tuple]:
     """Yield (weight, this rank's shard of it as the safetensors of `path` have it), of all or the `chosen` weights, one
     tensor at a time.
 
@@ -645,71 +686,100 @@ def read_weights(model: list, path: str, chosen: Container | None = None) -> Ite
         yield parameter, shard.reshape(parameter.shape)
 
 
-def hf_weights(model: list, bucket_bytes=BUCKET_BYTES, factors=False) -> Iterator[tuple[str, torch.Tensor]]:
+def hf_weights(
+    model: list,
+    bucket_bytes=BUCKET_BYTES,
+    factors=False,
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every (Hugging Face name, full tensor) in layer order, on every rank; all ranks must drain it together.
 
-    Adapters are merged into their weights; `factors`: they alone, under PEFT's names. Weights travel in buckets of at
-    most `bucket_bytes` (or one tensor): one all-gather over the ranks that shard a weight, one broadcast over the
-    pipeline stages. Besides its shard a rank holds a copy of its part of a bucket, the bucket and one full tensor.
+    Adapters are merged into their weights. With `factors` they come alone, under PEFT's names. Weights travel in
+    buckets of at most `bucket_bytes` or one tensor: one all-gather over the ranks that shard a weight, one broadcast
+    over the pipeline stages. Besides its shard a rank holds a copy of its part of a bucket, the bucket and one full
+    tensor.
     """
     for chunk in model:
         if chunk.ddp_config.overlap_param_gather:  # otherwise gathered only when the next forward pass reads them
             chunk.start_param_sync(force_sync=True)
+
     hf = model[0].hf_config
     dtypes = model[0].config.params_dtype, torch.float32
     own = named_weights(model, factors)
     shapes = {name: weight.shape for name, weight in own.items()}
     stages = [None] * mpu.get_pipeline_model_parallel_world_size()
     dist.all_gather_object(stages, shapes, group=mpu.get_pipeline_model_parallel_group())
+
     for stage, names in buckets(stages, hf, bucket_bytes // dtypes[0].itemsize):
         dtype = dtypes[is_fp32(names[0])]
         bucket_shapes = {name: stages[stage][name] for name in names}
-        yield from read_bucket(gather_bucket(own, bucket_shapes, stage, dtype), bucket_shapes, hf)  # keeps no bucket
+        # Not kept under a name, so that it is gone before the next one is gathered
+        yield from read_bucket(gather_bucket(own, bucket_shapes, stage, dtype), bucket_shapes, hf)
 
 
 def hf_shards(model: list) -> Iterator[tuple[str, int, torch.Tensor]]:
-    """Yield (Hugging Face name, number of the part, tensor) of what this rank holds of each weight, adapters merged.
+    """Yield what this rank holds of each weight: (Hugging Face name, number of the shard, tensor), adapters merged.
 
-    Ranks with the same name and number hold copies. A joined weight comes whole, under the first of its names; but keys
-    and values come apart from queries, and b and a from the others of linear attention, under the first of their names.
+    Ranks that yield the same name and number hold copies. A Megatron weight that joins several Hugging Face weights
+    comes as one tensor, under the first of their names. Two joins come as two tensors, since vLLM may copy the second
+    one to more ranks: keys and values apart from queries, and b and a of linear attention apart from the rest.
     """
     hf = model[0].hf_config
     for name, weight in named_weights(model).items():
         join, parts = rule_of(expert_of(name, hf, mpu.get_expert_model_parallel_rank()), hf)
         number = 0 if SPLIT_DIM[join] is None else shard_group(name)[0].rank()
-        held = lora.merged_weight(weight) if hasattr(weight, "adapter") else weight.detach()
-        if join in BY_HEADS and len(parts) > 1:
-            _, rows = row_blocks(join, hf)
-            first = 2 if join == "delta" else 1  # parts of the first piece of a group
-            block, end = (sum(sum(sizes) for sizes in some) for some in (rows, rows[:first]))
-            starts = range(-(number * len(held) % block), len(held), block)  # the first may be on the rank before
-            pieces = held.tensor_split([max(0, start + place) for start in starts for place in (end, block)])
-            yield parts[0], number, torch.cat(pieces[::2])
-            yield parts[first], number, torch.cat(pieces[1::2])
-        else:
+        held = merged_weight(weight)
+        if join not in BY_HEADS or len(parts) == 1:
             yield parts[0], number, held
+            continue
+
+        # The rows of each group of heads are those of the first parts, then those of the others.
+        _, rows = row_blocks(join, hf)
+        first = 2 if join == "delta" else 1  # number of the first parts
+        group = sum(map(sum, rows))
+        end = sum(map(sum, rows[:first]))
+        offset = number * len(held) % group  # a shard may begin within a group, where ranks outnumber the groups
+        cuts = []
+        for start in range(-offset, len(held), group):
+            cuts += [max(start + end, 0), max(start + group, 0)]
+        pieces = held.tensor_split(cuts)
+        yield parts[0], number, torch.cat(pieces[::2])
+        yield parts[first], number, torch.cat(pieces[1::2])
 
 
-def gather_bucket(own: dict, shapes: dict[str, torch.Size], stage: int, dtype: torch.dtype) -> torch.Tensor:
+def gather_bucket(
+    own: dict,
+    shapes: dict[str, torch.Size],
+    stage: int,
+    dtype: torch.dtype,
+) -> torch.Tensor:
     """All-gather a bucket, the weights in `shapes` of a pipeline stage; on every rank [shards, elements of a shard]."""
     group, _ = shard_group(next(iter(shapes)))
     pp_group = mpu.get_pipeline_model_parallel_group()
     elements = sum(shape.numel() for shape in shapes.values())
     flat = torch.empty(group.size(), elements, dtype=dtype, device=device())
+
     if stage == pp_group.rank():
-        held = (own[name] for name in shapes)
-        merged = (lora.merged_weight(weight) if hasattr(weight, "adapter") else weight.detach() for weight in held)
-        local = torch.cat([weight.reshape(-1) for weight in merged])
+        local = torch.cat([merged_weight(own[name]).reshape(-1) for name in shapes])
         if len(flat) > 1:
             dist.all_gather(list(flat), local, group=group)
         else:
             flat[0].copy_(local)
+
     if pp_group.size() > 1:
         dist.broadcast(flat, dist.get_global_rank(pp_group, stage), group=pp_group)
     return flat
 
 
-def read_bucket(flat: torch.Tensor, shapes: dict[str, torch.Size], hf) -> Iterator[tuple[str, torch.Tensor]]:
+def merged_weight(weight: torch.nn.Parameter) -> torch.Tensor:
+    """The weight, with its adapter added where it has one."""
+    return lora.merged_weight(weight) if hasattr(weight, "adapter") else weight.detach()
+
+
+def read_bucket(
+    flat: torch.Tensor,
+    shapes: dict[str, torch.Size],
+    hf,
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the (Hugging Face name, full tensor) pairs of a bucket, none of them a view of it."""
     numels = [shape.numel() for shape in shapes.values()]
     for name, shards in zip(shapes, flat.split(numels, dim=1), strict=True):  # [shards, numel]
@@ -731,8 +801,12 @@ def buckets(stages: list[dict], hf, limit: int) -> Iterator[tuple[int, list[str]
     owners = {name: stage for stage, weights in enumerate(stages) for name in weights}
     if hf.tie_word_embeddings:
         owners.pop("output_layer.weight", None)
+
+    def kind(name: str) -> tuple[int, bool, bool]:
+        return owners[name], is_expert(name), is_fp32(name)
+
     in_order = sorted(owners, key=lambda name: position(name, hf))
-    for (stage, *_), names in itertools.groupby(in_order, lambda name: (owners[name], is_expert(name), is_fp32(name))):
+    for (stage, *_), names in itertools.groupby(in_order, kind):
         bucket, elements = [], 0
         for name in names:
             group, _ = shard_group(name)
@@ -746,8 +820,10 @@ def buckets(stages: list[dict], hf, limit: int) -> Iterator[tuple[int, list[str]
 
 
 def position(name: str, hf) -> tuple[int, bool]:
-    """Sort key of a Megatron weight: (layer, whether it is an expert's); the embedding first, the head last, but those
-    that are always fp32 before all, so that they share buckets.
+    """Sort key of a Megatron weight: (layer, whether it is an expert's).
+
+    The embedding comes first and the head last. Weights that are always fp32 come before all, so that they share
+    buckets.
     """
     if is_fp32(name):
         return -2, False

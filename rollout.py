@@ -10,11 +10,12 @@ import math
 import os
 from collections.abc import Iterable, Iterator
 
+import numpy as np
 import torch
 from numpy import ndarray
 
 from config import ModelConfig, RankError, RolloutConfig
-from grpo.parts.engine import cpu_engine, lean
+from grpo.parts.engine import cpu_engine, lean, private
 from grpo.parts.engine.push_check import PushCheck
 from grpo.parts.engine.vllm_process import (
     capture_size,
@@ -30,21 +31,26 @@ ASKED = ("seed", "temperature", "top_p", "top_k", "max_tokens", "stop", "stop_to
 
 
 @dataclasses.dataclass
-class Completion:
-    """One sampled answer: token ids (the end token included), their log-probs, and whether it ended by itself.
+class Trace:
+    """How an answer came about, besides its tokens. A field is empty where nothing of its kind happened."""
 
-    With rollout.turns it is a whole conversation, and grpo/step/turns.py fills the last four fields.
-    """
-
-    ids: list[int]
-    logps: list[float]  # 0 at an environment's tokens
-    finished: bool
-    routes: ndarray | None = None  # [tokens, layers, k], experts of all tokens but the last; None without replay_routes
-    nuclei: list[int] | None = None  # the ids that each token of the model was drawn from, -1 after each; None: all
+    requests: list[dict] = dataclasses.field(default_factory=list)  # what vLLM was asked, for each turn of the model
+    # What the trainer replays of the sampler, by name, as records.REPLAYED lists it: "routes", "nuclei".
+    replay: dict[str, ndarray] = dataclasses.field(default_factory=dict)
+    # With rollout.turns:
     turns: list[int] = dataclasses.field(default_factory=list)  # tokens of the model, the environment, the model, ...
     columns: dict = dataclasses.field(default_factory=dict)  # added to the row of the data that the reward gets
     failure: object | None = None  # of the environment, a grading.Outcome; such an answer is not graded
-    sampling: list[dict] = dataclasses.field(default_factory=list)  # for each turn of the model, what vLLM was asked
+
+
+@dataclasses.dataclass
+class Completion:
+    """One sampled answer, or with rollout.turns one conversation."""
+
+    ids: list[int]  # with the end token
+    logps: list[float]  # of each id; 0 where an environment wrote it
+    finished: bool  # ended by itself
+    trace: Trace
 
 
 class Engine:
@@ -114,7 +120,12 @@ class Engine:
             self.sleep()
 
     def generate(
-        self, prompts: list[list[int]], seeds: list[int], n: int, sampling, max_tokens: int
+        self,
+        prompts: list[list[int]],
+        seeds: list[int],
+        n: int,
+        sampling,
+        max_tokens: int,
     ) -> Iterator[tuple[int, list[Completion]]]:
         """Yield (index of a prompt, its `n` answers) as they finish; `prompts` are token ids, with one seed each.
 
@@ -130,13 +141,19 @@ class Engine:
             yield from ended
             left -= len(ended)
 
-    def ask(self, requests: Iterable[tuple[int, list[int], int, int]], n: int, sampling) -> None:
+    def ask(
+        self,
+        requests: Iterable[tuple[int, list[int], int, int]],
+        n: int,
+        sampling,
+    ) -> None:
         """Let the engine sample `n` answers to each (number, prompt, seed, max_tokens) too; see `generate`."""
         if not self.has_weights:
             raise RankError("vLLM did not take up the weight push: none came since it slept, so its weights are stale")
         engine = self.llm.llm_engine
         if self.returns_nuclei:
             engine.model_config.return_sampling_mask = False  # else no greedy request, and none without top_k, is taken
+
         for number, ids, seed, limit in requests:
             params = self.sampling_params(
                 n=n, seed=seed, temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k,
@@ -148,9 +165,9 @@ class Engine:
             # Read back: the constructor changes values.
             self.asked[number] = {name: getattr(params, name) for name in ASKED}
             engine.add_request(str(number), {"prompt_token_ids": ids}, params)
-        if sampling.stop:  # else vLLM decodes each token once more, alone, to show it beside its log-prob
-            for state in engine.output_processor.request_states.values():
-                state.logprobs_processor.tokenizer = None
+
+        if sampling.stop:
+            private.decode_once(engine)
 
     def steps(self, sampling) -> Iterator[list[tuple[int, list[Completion]]]]:
         """Yield the (number, answers) of the requests that end in each step of the engine, also if none is left.
@@ -160,8 +177,8 @@ class Engine:
         collect = lean.own_loop if sampling.stop else self.collect
         wants_nuclei = self.returns_nuclei and isinstance(sampling, RolloutConfig)  # nobody trains on an evaluation
         if self.returns_nuclei:
-            worker = self.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker
-            worker.model_runner.sampler.return_sampling_mask = wants_nuclei
+            private.return_nuclei(self.llm, wants_nuclei)
+
         for outputs in collect(self.llm.llm_engine):
             ended = []
             for output in outputs:
@@ -169,19 +186,28 @@ class Engine:
                 asked = self.asked.pop(number)
                 answers = []
                 for answer in output.outputs:
-                    if self.return_routes and answer.routed_experts is None:
-                        raise RankError("vLLM returned no routes, which algo.replay_routes needs; set it to false")
-                    ids, finished = list(answer.token_ids), answer.finish_reason == "stop"
-                    masks = answer.sampling_mask.token_ids if wants_nuclei else None
-                    nuclei = masks and [each for mask in masks for each in (*mask, -1)]
-                    answers.append(
-                        Completion(ids, answer.logprobs, finished, answer.routed_experts, nuclei, sampling=[asked])
-                    )
+                    replay = self.replay_of(answer, wants_nuclei)
+                    finished = answer.finish_reason == "stop"
+                    trace = Trace(requests=[asked], replay=replay)
+                    answers.append(Completion(list(answer.token_ids), answer.logprobs, finished, trace))
                 ended.append((number, answers))
             yield ended
 
+    def replay_of(self, answer, wants_nuclei: bool) -> dict[str, ndarray]:
+        """What the trainer replays of vLLM's answer: its routes [tokens, layers, k], its nuclei with -1 after each."""
+        replay = {}
+        if self.return_routes:
+            if answer.routed_experts is None:
+                raise RankError("vLLM returned no routes, which algo.replay_routes needs; set it to false")
+            replay["routes"] = answer.routed_experts
+        if wants_nuclei:
+            replay["nuclei"] = np.array([i for ids in answer.sampling_mask.token_ids for i in (*ids, -1)], "i4")
+        return replay
+
     def load_weights(
-        self, weights: Iterator[tuple[str, torch.Tensor]], shards: Iterable[tuple[str, int, torch.Tensor]]
+        self,
+        weights: Iterator[tuple[str, torch.Tensor]],
+        shards: Iterable[tuple[str, int, torch.Tensor]],
     ) -> None:
         """Replace all weights by the (Hugging Face name, full tensor) pairs, in layer order; clear the prefix cache.
 
@@ -189,14 +215,7 @@ class Engine:
         Raises TrainingError unless every engine then holds the weights bit for bit, apart from weights that vLLM stores
         in a format of its own.
         """
-        if self.keeps_weights:  # as a checkpoint has them, so they are copied in
-            self.llm.apply_model(lambda model: model.load_weights(weights))
-        else:
-            if torch.cuda.device_count() == 0:
-                self.llm.apply_model(cpu_engine.unpack_experts)
-            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
-            if torch.cuda.device_count() == 0:
-                self.llm.apply_model(cpu_engine.repack_lm_head)
+        private.load_weights(self.llm, weights, self.keeps_weights)
         self.push_check.verify(self.llm, weights, shards)
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("vLLM kept its prefix cache after a weight push: requests are still running")

@@ -19,9 +19,10 @@ vLLM are given, to be read when needed. grpo/run/ checks, saves and logs; a read
 
 To fork, change the function: a name such as `algo.loss` is a branch in it and nowhere else (docs/forking.md).
 
-Names: a suffix gives a tensor's shape. _N per sample, _F per position of a batch, _T per position of a packed row. In
-support/ and the bridge also _S per sequence of a row, _M per position with mask 1, _R per rank, _E per expert, _D per
-row dispatched to an expert, _B per bin, _U per unit of a bin, _P per piece of a sequence's queries.
+Names: a suffix gives a tensor's shape. _N per sample, _F per position of a batch, _T per position of a packed row: so
+rewards_N has a reward for each sample. Other files also have _S per sequence of a row, _M per position with mask 1, _R
+per rank, _E per expert, _D per row dispatched to an expert, _B per bin, _U per unit of a bin, _P per piece of a
+sequence's queries.
 """
 
 import gc
@@ -36,7 +37,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import megatron_bridge as bridge
-from config import AlgoConfig, Config, EvalConfig, RewardConfig, RolloutConfig, UserError
+from config import AlgoConfig, Config, EvalConfig, RewardConfig, RolloutConfig, ScheduleConfig, UserError
 from grpo.parts.base.ranks import device, to_device
 from grpo.parts.base.read_config import override
 from grpo.parts.data.prompts import Prompt, prompt_batch, sampling_seed
@@ -47,8 +48,8 @@ from grpo.run import guard, launch, logs
 from grpo.run.clock import Clock, StopRequested
 from grpo.run.preflight import rehearsal
 from grpo.step import gdpo, grading, metrics, schedule, teacher, turns
-from grpo.step.packing import measure_rows, route_rows, sequence_mean, sequence_sum, to_micro_batches
-from grpo.step.records import Batch, Collected, MicroBatch, Sample, gather_samples
+from grpo.step.packing import measure_rows, sequence_mean, sequence_sum, to_micro_batches
+from grpo.step.records import Batch, Collected, MicroBatch, Sample, gather_samples, to_replay
 from rollout import Engine
 
 # ---------------------------------------------------------------- 1. the run, and one step of it
@@ -78,20 +79,27 @@ def train(cfg: Config, inputs: launch.Inputs, clock: Clock) -> None:
     run = build(cfg, inputs, clock)
     gc.freeze()  # what was built stays to the end: a full collection in a step need not walk through it
     log = logs.Log(cfg, inputs, run.writer.rollouts, clock)
+
     if t.eval_every and not inputs.checkpoint:
-        log.write(log.evaluated(0, *evaluate(run)))
+        numbers, samples = evaluate(run)
+        log.write(log.evaluated(0, numbers, samples))
+
     for step in range(inputs.done + 1, t.steps + 1):
         try:
             numbers, samples = train_step(run, step)
-        except StopRequested:
-            if step - 1 not in (0, run.writer.step):  # a step was finished, and it is not saved yet
-                save(run, step - 1)
+        except StopRequested:  # this step is given up
+            finished = step - 1
+            if finished > 0 and finished != run.writer.step:  # the last finished step is not saved yet
+                save(run, finished)
             run.writer.finish()
-            log.stopped(step - 1)
+            log.stopped(finished)
             break
+
         if t.eval_every and (step % t.eval_every == 0 or step == t.steps):  # the new weights are in vLLM already
-            numbers |= log.evaluated(step, *evaluate(run))
+            found, answers = evaluate(run)
+            numbers |= log.evaluated(step, found, answers)
         log.write(numbers, samples)
+
     run.writer.finish()
     run.grading.close()
     log.close()
@@ -101,10 +109,12 @@ def build(cfg: Config, inputs: launch.Inputs, clock: Clock) -> Run:
     """Build engine, model and optimizer, restore the checkpoint if there is one, and push the weights to the engine."""
     clock.watchdog.enter("build")
     m, r, t = cfg.model, cfg.rollout, cfg.train
-    # vLLM measures free memory when it starts, so it comes first; it sleeps until weights are pushed.
+
+    # vLLM measures free memory when it starts, so it comes first. It sleeps until weights are pushed.
     longest = cfg.data.max_prompt_tokens + max(r.max_new_tokens, cfg.eval.max_new_tokens)
     engine = Engine(inputs.model_path, m, r, longest, cfg.algo.replay_routes)
     clock.memory.leave_out_engine()
+
     model = bridge.build_model(
         inputs.model_path,
         cfg.parallel,
@@ -116,6 +126,7 @@ def build(cfg: Config, inputs: launch.Inputs, clock: Clock) -> Run:
     )
     optimizer = bridge.build_optimizer(model, t, cfg.megatron, inputs.model_path)
     reference = bridge.copy_weights(model, cfg.algo.reference_on) if cfg.algo.kl_coef > 0 else None
+
     run = Run(
         cfg=cfg,
         clock=clock,
@@ -130,6 +141,7 @@ def build(cfg: Config, inputs: launch.Inputs, clock: Clock) -> Run:
         guard=guard.Guard(cfg, model, optimizer, reference, engine, score, run_schedule),
     )
     push_weights(run)  # vLLM has read the same weights from disk, so this checks the mapping of names
+
     if inputs.checkpoint:
         engine.sleep()
         state = optimizer_state.restore(inputs.checkpoint, model, optimizer)
@@ -161,7 +173,7 @@ def save(run: Run, step: int) -> None:
 
 def config_at(cfg: Config, step: int) -> Config:
     """The configuration that this step uses: `cfg` with schedules and warm-up."""
-    if any(course for _, course in cfg.schedule):
+    if cfg.schedule != ScheduleConfig():
         cfg = override(cfg, schedule.scheduled_values(cfg, step))
     if step < cfg.train.warmup_steps:
         lr = cfg.train.lr * (step / cfg.train.warmup_steps)
@@ -180,8 +192,10 @@ def train_step(run: Run, step: int) -> tuple[dict, list[Sample]]:
     collected = collect(run, cfg, step)  # the same on every rank, as is `batch`
     samples = collected.kept
     batch = flatten(samples, algo.mask_truncated)
+
     # Whole groups, since the answers of a prompt share its positions in a row.
-    updates = update_order([s.group for s in samples], t.updates_per_step, t.epochs_per_step, cfg.seed, step)
+    groups = [s.group for s in samples]
+    updates = update_order(groups, t.updates_per_step, t.epochs_per_step, cfg.seed, step)
     with clock("logprob"):
         batch = with_logprobs(run, samples, batch, cfg, several_updates=len(updates) > 1)
     batch = add_advantages(samples, batch, algo, cfg.reward)
@@ -189,7 +203,8 @@ def train_step(run: Run, step: int) -> tuple[dict, list[Sample]]:
     reports = []
     for number, chosen in enumerate(updates):
         with clock("train"):
-            weighted = replace(batch, weights=loss_weights(batch, chosen, algo.loss_norm, cfg.norm_length))
+            weights = loss_weights(batch, chosen, algo.loss_norm, cfg.norm_length)
+            weighted = replace(batch, weights=weights)
             micro_batches = to_micro_batches(weighted, chosen, t.max_tokens_per_micro_batch, cfg)  # of this replica
             report = forward_backward(model, run.optimizer, micro_batches, cfg)
             # Before the weights move: the log-probs of this pass are of the weights that vLLM sampled with.
@@ -201,8 +216,10 @@ def train_step(run: Run, step: int) -> tuple[dict, list[Sample]]:
     with clock("sync"):
         push_weights(run)
     export_and_save(run, step)
+
     numbers = {"step": step} | metrics.summarize(collected, reports, clock.end_step(), batch, model, cfg)
-    return numbers | run.engine.metrics() | clock.memory.numbers(), collected.samples
+    numbers |= run.engine.metrics() | clock.memory.numbers()
+    return numbers, collected.samples
 
 
 def export_and_save(run: Run, step: int) -> None:
@@ -220,10 +237,10 @@ def export_and_save(run: Run, step: int) -> None:
 def evaluate(run: Run) -> tuple[dict[str, float], list[Sample]]:
     """Evaluate the current weights on data.eval. Returns the metrics of each source, and the samples."""
     options = run.cfg.eval
-    with run.clock("eval"):
-        prompts = dict(enumerate(run.inputs.eval_prompts))
-        length = options.max_new_tokens or run.cfg.rollout.max_new_tokens
-        # Step 0: always the same seeds.
+    prompts = dict(enumerate(run.inputs.eval_prompts))
+    length = options.max_new_tokens or run.cfg.rollout.max_new_tokens
+
+    with run.clock("eval"):  # as step 0, so always with the same seeds
         samples, _ = sample_and_grade(run, prompts, 0, options.samples, options, length)
     guard.check_rewards(samples, prompts, run.grading)
     return metrics.evaluation(samples, options) | {"time/eval": run.clock.seconds["eval"]}, samples
@@ -233,45 +250,55 @@ def evaluate(run: Run) -> tuple[dict[str, float], list[Sample]]:
 
 
 def collect(run: Run, cfg: Config, step: int) -> Collected:
-    """Sample and grade the groups of a step, then put the engine to sleep. Raises StopRequested, on every rank, if a
-    signal has come meanwhile.
+    """Sample and grade the groups of a step, then put the engine to sleep.
 
     Samples are in the order of their groups. With algo.max_rounds above 1, new prompts replace groups whose rewards are
-    all equal (dynamic sampling: DAPO, arXiv 2503.14476, eq. 11); if no group is left, those of the last round are
-    trained on.
+    all equal (dynamic sampling: DAPO, arXiv 2503.14476, eq. 11). Raises StopRequested, on every rank, if a signal has
+    come meanwhile.
     """
     r, max_rounds = cfg.rollout, cfg.algo.max_rounds
     samples = []
-    groups = set()
+    kept = set()  # groups to train on
     rounds = 0
     taken = run.prompts_taken
-    while len(groups) < r.prompts_per_step and rounds < max_rounds:
+    while len(kept) < r.prompts_per_step and rounds < max_rounds:
         run.clock.check_stop()
-        missing = r.prompts_per_step - len(groups)
-        # {group: prompt}; groups are numbered from 0 over all rounds of a step.
-        prompts = dict(enumerate(prompt_batch(run.inputs.prompts, taken, missing, cfg.seed), taken - run.prompts_taken))
+        missing = r.prompts_per_step - len(kept)
+        drawn = prompt_batch(run.inputs.prompts, taken, missing, cfg.seed)
+        first = taken - run.prompts_taken  # groups are numbered from 0 over all rounds of a step
+        prompts = {first + i: prompt for i, prompt in enumerate(drawn)}
+
         answers, rank_seconds = sample_and_grade(run, prompts, step, r.group_size, r, r.max_new_tokens)
-        run.clock.check_stop()  # before errors are judged: a scheduler's signal may have ended grading processes too
+        run.clock.check_stop()  # before errors count: a scheduler's signal may have ended grading processes too
         guard.check_rewards(answers, prompts, run.grading)
         samples += answers
-        rewards = metrics.rewards_by_group(answers)
-        mixed = {group for group, values in rewards.items() if min(values) < max(values)}
-        groups |= mixed if max_rounds > 1 else set(prompts)  # else those of equal rewards stay, with advantage 0
+
+        kept |= set(prompts)  # with one round groups of equal rewards stay, with advantage 0
+        if max_rounds > 1:
+            kept -= metrics.groups_of_equal_rewards(answers)
         rounds += 1
         taken += missing
     run.prompts_taken = taken  # only now: a stop gives up the step, and a resume takes its prompts again
-    if len(groups) < r.prompts_per_step and dist.get_rank() == 0:
-        print(f"step {step}: after {rounds} rounds {len(groups)} of {r.prompts_per_step} groups have mixed rewards")
+
+    if len(kept) < r.prompts_per_step and dist.get_rank() == 0:
+        print(f"step {step}: after {rounds} rounds {len(kept)} of {r.prompts_per_step} groups have mixed rewards")
+    if not kept:  # the last round is trained on: an update with a KL or an entropy bonus still has a gradient
+        kept = set(prompts)
     if cfg.algo.overlong_buffer:
         penalize_length(samples, cfg.algo, r.max_new_tokens)  # afterwards: it makes no group a mixed one
+
     with run.clock("sleep"):
         run.engine.sleep()
-    # Without a mixed group the last round is trained on: an update with a KL or an entropy bonus still has a gradient.
-    return Collected(samples, [s for s in samples if s.group in (groups or prompts)], rounds, rank_seconds)
+    return Collected(samples, [s for s in samples if s.group in kept], rounds, rank_seconds)
 
 
 def sample_and_grade(
-    run: Run, prompts: dict[int, Prompt], step: int, n: int, sampling: RolloutConfig | EvalConfig, max_tokens: int
+    run: Run,
+    prompts: dict[int, Prompt],
+    step: int,
+    n: int,
+    sampling: RolloutConfig | EvalConfig,
+    max_tokens: int,
 ) -> tuple[list[Sample], list[dict]]:
     """Sample and grade `n` answers to each of {group: prompt}. Returns the samples by group, and each rank's seconds.
 
@@ -281,6 +308,7 @@ def sample_and_grade(
     rank = dist.get_rank()
     share = list(prompts.items())[rank // tp :: dist.get_world_size() // tp]  # of this rank's engine
     seeds = [sampling_seed(cfg.seed, step, group) for group, _ in share]
+
     samples = []
     with clock("rollout"):
         generate = run.engine.generate
@@ -290,16 +318,19 @@ def sample_and_grade(
         generated = generate([prompt.ids for _, prompt in share], seeds, n, sampling, max_tokens)
         for number, completions in logs.answers_bar(generated, n * len(share)):
             if rank % tp:
-                continue  # the ranks of an engine have the same answers; its first one grades them
+                continue  # the ranks of an engine have the same answers, and its first one grades them
             group, prompt = share[number]
             texts = run.inputs.tokenizer.batch_decode([c.ids for c in completions], skip_special_tokens=True)
             for c, text in zip(completions, texts, strict=True):  # graders work while vLLM samples on
                 samples.append(Sample.of(group, prompt, c, text, seeds[number]))
-                run.grading.submit(prompt.source, text, prompt.answer, prompt.row | c.columns, c.ids, c.failure)
+                row = prompt.row | c.trace.columns
+                run.grading.submit(prompt.source, text, prompt.answer, row, c.ids, c.trace.failure)
+
     with clock("reward"):
         for sample, outcome in zip(samples, run.grading.collect(), strict=True):
             sample.graded, sample.error = outcome.status, outcome.error
             sample.reward, sample.reward_parts = sum(outcome.parts.values()), outcome.parts
+
     with clock("gather"):
         return gather_samples(samples, dict(clock.seconds))
 
@@ -311,8 +342,10 @@ def penalize_length(samples: list[Sample], algo: AlgoConfig, limit: int) -> None
     """
     for s in samples:
         beyond = len(s.response_ids) - (limit - algo.overlong_buffer)
-        s.reward_parts["overlong"] = -min(max(beyond / algo.overlong_buffer, 0.0), 1.0) * algo.overlong_coef
-        s.reward += s.reward_parts["overlong"]
+        share = min(max(beyond / algo.overlong_buffer, 0.0), 1.0)
+        penalty = -share * algo.overlong_coef
+        s.reward_parts["overlong"] = penalty
+        s.reward += penalty
 
 
 # ---------------------------------------------------------------- 3. from samples to rows of tokens
@@ -331,18 +364,23 @@ def flatten(samples: list[Sample], mask_truncated: bool = False) -> Batch:
         parts["targets"] += [s.prompt_ids[1:], s.response_ids]
         parts["rollout_logp"] += [np.zeros(predicted, "f4"), s.rollout_logp]
         parts["mask"] += [np.zeros(predicted, bool), s.sampled]
+
     rows = {name: torch.from_numpy(np.concatenate(arrays)) for name, arrays in parts.items()}
     lengths_N = np.array([s.positions for s in samples])
+
     # Truncated answers stay in `mask`: entropy, KL and the gap are measured on them, though they are not trained.
-    kept_F = np.repeat([s.finished or not mask_truncated for s in samples], lengths_N)
-    routes_F = None if samples[0].routes is None else route_rows(samples, lengths_N)
-    nuclei = None if samples[0].nuclei is None else [s.nuclei for s in samples]
-    return Batch(
-        **rows, loss_mask=rows["mask"] & torch.from_numpy(kept_F), lengths_N=lengths_N, routes=routes_F, nuclei=nuclei
-    )
+    kept_F = torch.from_numpy(np.repeat([s.finished or not mask_truncated for s in samples], lengths_N))
+    loss_mask = rows["mask"] & kept_F
+    return Batch(**rows, loss_mask=loss_mask, lengths_N=lengths_N, replay=to_replay(samples, lengths_N))
 
 
-def update_order(groups: list[int], updates: int, epochs: int, seed: int, step: int) -> list[list[int]]:
+def update_order(
+    groups: list[int],
+    updates: int,
+    epochs: int,
+    seed: int,
+    step: int,
+) -> list[list[int]]:
     """The sample numbers of each update, given the group of each sample; the same on every rank and layout.
 
     Every epoch shuffles the groups and divides them into `updates` parts of whole groups; empty parts are left out.
@@ -355,7 +393,13 @@ def update_order(groups: list[int], updates: int, epochs: int, seed: int, step: 
     return parts
 
 
-def with_logprobs(run: Run, samples: list[Sample], batch: Batch, cfg: Config, several_updates: bool) -> Batch:
+def with_logprobs(
+    run: Run,
+    samples: list[Sample],
+    batch: Batch,
+    cfg: Config,
+    several_updates: bool,
+) -> Batch:
     """Add the log-probs to the batch that this step needs besides vLLM's, [F] each; each kind takes a forward pass.
 
     old_logp, of the policy before the updates, stays None where grpo_loss can use its own log-probs, detached.
@@ -366,41 +410,52 @@ def with_logprobs(run: Run, samples: list[Sample], batch: Batch, cfg: Config, se
         batch = replace(batch, old_logp=batch.rollout_logp)
     elif several_updates or run.teacher or kl_in_reward:
         batch = replace(batch, old_logp=score(run.model, batch, cfg))
+
     if run.reference is not None:
-        # Routes of 0 let the reference's routers choose for themselves.
-        own_routes = batch if batch.routes is None else replace(batch, routes=torch.zeros_like(batch.routes))
-        batch = replace(batch, ref_logp=score(run.model, own_routes, cfg, run.reference))
-    if run.teacher:
-        # The same answers after the teacher's own prompts.
+        batch = replace(batch, ref_logp=score(run.model, batch.for_other_weights(), cfg, run.reference))
+
+    if run.teacher:  # it scores the same answers, perhaps after prompts of its own
         seen = flatten(teacher.with_teacher_prompts(samples, is_policy=run.teacher.model is run.model))
         logp_F = score(run.teacher.model, seen, cfg, run.teacher.weights)
-        batch = replace(batch, teacher_logp=torch.zeros(len(batch.mask)).masked_scatter(batch.mask, logp_F[seen.mask]))
+        teacher_logp_F = torch.zeros(len(batch.mask))
+        teacher_logp_F[batch.mask] = logp_F[seen.mask]  # the places of the answers in the policy's own rows
+        batch = replace(batch, teacher_logp=teacher_logp_F)
     return batch
 
 
 # ---------------------------------------------------------------- 4. what a token is worth: advantages and weights
 
 
-def add_advantages(samples: list[Sample], batch: Batch, algo: AlgoConfig, reward: RewardConfig | None = None) -> Batch:
+def add_advantages(
+    samples: list[Sample],
+    batch: Batch,
+    algo: AlgoConfig,
+    reward: RewardConfig | None = None,
+) -> Batch:
     """Add the advantage of each position, its answer's, [F]. `reward` has the weights of the parts for gdpo."""
+    groups_N = np.array([s.group for s in samples])
     rewards_N = np.array([s.reward for s in samples])
     if algo.advantage == "gdpo":
         rewards_N = gdpo.normalize_parts(samples, reward, algo.overlong_coef)
-    groups_N = np.array([s.group for s in samples])
     if algo.kl_coef > 0 and algo.kl_in == "reward":  # an answer's KL is subtracted from its reward, as in verl
         kl_F = token_kl(batch.old_logp, batch.ref_logp, algo.kl) * batch.mask
         rewards_N = rewards_N - algo.kl_coef * batch.sums(kl_F)
+
     advantages_N = group_advantages(rewards_N, groups_N, algo.advantage, batch.sums(batch.loss_mask))
     advantages_F = torch.from_numpy(advantages_N).float().index_select(0, batch.seq_id)
     for sample, advantage in zip(samples, advantages_N.tolist(), strict=True):
         sample.advantage = advantage
+
     if batch.teacher_logp is not None:  # on-policy distillation: arXiv 2306.13649, its reverse KL at the sampled token
         advantages_F = advantages_F - algo.teacher_coef * (batch.old_logp - batch.teacher_logp)
     return replace(batch, advantages=advantages_F)
 
 
 def group_advantages(
-    rewards_N: np.ndarray, groups_N: np.ndarray, kind: str, tokens_N: np.ndarray | None = None
+    rewards_N: np.ndarray,
+    groups_N: np.ndarray,
+    kind: str,
+    tokens_N: np.ndarray | None = None,
 ) -> np.ndarray:
     """Advantage of each answer against its own group, 0 in a group of equal rewards; [N] each → [N] float64.
 
@@ -412,15 +467,16 @@ def group_advantages(
       grpo_loo      (r - m') / (s' + 1e-6)         NeMo-RL; not divided where the others are equal
       max_rl        (r - m) / m, and 0 where m is not above 0      MaxRL, arXiv 2602.02710; for rewards of 0 and 1
       none          0                              for a teacher alone
-    grpo_batch, gdpo and reinforce_pp take r - m, then scale_by_batch. Only reinforce_pp needs tokens_N, trained tokens.
+    grpo_batch, gdpo and reinforce_pp take r - m, then scale_by_batch. Only reinforce_pp needs tokens_N, the number of
+    trained tokens of each answer.
     """
     advantages_N = np.zeros_like(rewards_N)
-    order = np.argsort(groups_N, kind="stable")
-    ends = np.flatnonzero(np.diff(groups_N[order])) + 1  # of the groups but the last
-    for members in np.split(order, ends):  # answers of a group
+    for group in np.unique(groups_N):
+        members = groups_N == group
         r = rewards_N[members]  # [G]
         if r.min() == r.max():  # advantage 0: rounding of the mean must not give another value
             continue
+
         if kind == "grpo":
             advantages_N[members] = (r - r.mean()) / (r.std(ddof=1) + 1e-6)
         elif kind in ("dr_grpo", "reinforce_pp", "grpo_batch", "gdpo"):
@@ -435,15 +491,19 @@ def group_advantages(
             std = others.std(1, ddof=1) if len(r) > 2 else 0.0
             advantages_N[members] = (r - others.mean(1)) / np.where(equal, 1.0, std + 1e-6)
         elif kind != "none":
-            legal = "grpo | dr_grpo | rloo | grpo_loo | grpo_batch | max_rl | gdpo | reinforce_pp | none"
-            raise UserError(f"algo.advantage={kind!r}: legal is {legal}")
+            names = "grpo, dr_grpo, rloo, grpo_loo, grpo_batch, max_rl, gdpo, reinforce_pp, none"
+            raise UserError(f"algo.advantage={kind!r}: must be one of {names}")
+
     if kind in ("grpo_batch", "gdpo", "reinforce_pp"):
         return scale_by_batch(advantages_N, rewards_N, kind, tokens_N)
     return advantages_N
 
 
 def scale_by_batch(
-    advantages_N: np.ndarray, rewards_N: np.ndarray, kind: str, tokens_N: np.ndarray | None
+    advantages_N: np.ndarray,
+    rewards_N: np.ndarray,
+    kind: str,
+    tokens_N: np.ndarray | None,
 ) -> np.ndarray:
     """The advantages a = r - m of `group_advantages`, on a scale of the whole batch; [N] each → [N].
 
@@ -479,6 +539,7 @@ def loss_weights(batch: Batch, chosen: list[int], kind: str, length: int) -> Ten
     tokens_N = counts_N * chosen_N
     total = tokens_N.sum()
     answers = (tokens_N > 0).sum().clamp(min=1)
+
     weights_N = {
         "token_mean": 1.0,
         "seq_mean_token_mean": total / (answers * tokens_N.clamp(min=1)),
@@ -486,22 +547,28 @@ def loss_weights(batch: Batch, chosen: list[int], kind: str, length: int) -> Ten
         "seq_mean_token_sum_norm": total / (answers * length),
     }
     if kind not in weights_N:
-        raise UserError(f"algo.loss_norm={kind!r}: legal is {' | '.join(weights_N)}")
+        raise UserError(f"algo.loss_norm={kind!r}: must be one of {', '.join(weights_N)}")
     return (weights_N[kind] * chosen_N).float().index_select(0, batch.seq_id) * batch.loss_mask
 
 
 # ---------------------------------------------------------------- 5. on Megatron, and back to vLLM
 
 
-def score(model: list, batch: Batch, cfg: Config, weights: list[Tensor] | None = None, entropy=False) -> Tensor:
-    """Log-prob of every target, or the `entropy` before it, under `weights` (None: the current ones), on every rank;
-    [F], 0 where the mask is 0.
+def score(
+    model: list,
+    batch: Batch,
+    cfg: Config,
+    weights: list[Tensor] | None = None,
+) -> Tensor:
+    """Log-prob of every target under `weights`, or without them under the current ones, on every rank; [F], 0 where the
+    mask is 0.
     """
-    budget = cfg.train.logprob_max_tokens_per_micro_batch
-    micro_batches = to_micro_batches(batch, list(range(len(batch.lengths_N))), budget, cfg)
+    everyone = list(range(len(batch.lengths_N)))
+    micro_batches = to_micro_batches(batch, everyone, cfg.train.logprob_max_tokens_per_micro_batch, cfg)
     with bridge.swapped_weights(model, weights):
-        rows = run_schedule(model, micro_batches, cfg.rollout.temperature, entropy=entropy)
-    # Each replica has scored its own micro-batches; where they belong in the batch is in index_T.
+        rows = run_schedule(model, micro_batches, cfg.rollout.temperature)
+
+    # Each replica has scored its own micro-batches. index_T says where they belong in the batch.
     logp_F = torch.zeros(len(batch.tokens), device=device())
     if bridge.reports_loss():  # one rank a replica, on the last stage
         for mb, logp_T in zip(micro_batches, rows, strict=True):
@@ -511,27 +578,35 @@ def score(model: list, batch: Batch, cfg: Config, weights: list[Tensor] | None =
     return logp_F.cpu()
 
 
-def forward_backward(model: list, optimizer, micro_batches: list[MicroBatch], cfg: Config) -> dict[str, float]:
+def forward_backward(
+    model: list,
+    optimizer,
+    micro_batches: list[MicroBatch],
+    cfg: Config,
+) -> dict[str, float]:
     """Accumulate an update's gradient in Megatron's buffers. Returns its report, of all ranks except measure_rows."""
     bridge.zero_gradients(model, optimizer)
     reports = run_schedule(model, micro_batches, cfg.rollout.temperature, partial(grpo_loss, algo=cfg.algo))
-    report = (
-        metrics.add_up(reports)
-        | measure_rows(micro_batches, cfg)
-        | {"grad_norm": math.nan, "loss_scale": fp16.loss_scale(optimizer) if cfg.model.dtype == "fp16" else None}
-    )
+
+    report = metrics.add_up(reports) | measure_rows(micro_batches, cfg)
+    report["grad_norm"] = math.nan  # until the optimizer has stepped
+    report["loss_scale"] = None
+    if cfg.model.dtype == "fp16":
+        report["loss_scale"] = fp16.loss_scale(optimizer)
     if cfg.algo.replay_routes:
         report |= routes.reduce_counts(model)
     return report
 
 
 def run_schedule(
-    model: list, micro_batches: list[MicroBatch], temperature: float, loss_func=None, entropy: bool = False
+    model: list,
+    micro_batches: list[MicroBatch],
+    temperature: float,
+    loss_func=None,
 ) -> list:
     """Run Megatron's pipeline schedule: forward and backward passes, or forward passes alone without a `loss_func`.
 
-    Returns, on the last pipeline stage only, the report of each micro-batch or, without `loss_func`, its log-probs or
-    its `entropy`, [T].
+    Returns, on the last pipeline stage only, the report of each micro-batch or, without `loss_func`, its log-probs [T].
 
     Megatron sums gradients over micro-batches and replicas and divides them once by the global sum of the denominators
     (calculate_per_token_loss), so neither the split into micro-batches nor the layout changes the result.
@@ -541,7 +616,7 @@ def run_schedule(
         chunk.train(training)
     with torch.set_grad_enabled(training):
         return bridge.get_forward_backward_func()(
-            forward_step_func=partial(forward_step, temperature=temperature, loss_func=loss_func, entropy=entropy),
+            forward_step_func=partial(forward_step, temperature=temperature, loss_func=loss_func),
             data_iterator=[iter(micro_batches) for _ in model],
             model=model,
             num_microbatches=len(micro_batches),
@@ -552,23 +627,24 @@ def run_schedule(
         )
 
 
-def forward_step(micro_batches, model, temperature: float, loss_func, entropy: bool):
-    """Megatron's forward_step: run the next micro-batch through one model chunk. Returns the output and, on the last
-    stage, a function of it that gives the loss or, without `loss_func`, the log-probs or the `entropy`.
+def forward_step(micro_batches, model, temperature: float, loss_func):
+    """Megatron's forward_step: run the next micro-batch through one model chunk.
+
+    Returns the output and, on the last stage, a function of it that gives the loss or, without `loss_func`, the
+    log-probs.
     """
     mb = next(micro_batches)
     hidden = bridge.hidden_states(model, mb)  # [T / cp (/ tp under sequence parallelism), 1, h]
     if not bridge.unwrap_model(model).post_process:  # an earlier stage of the pipeline
         return hidden, None
-    needs_entropy = entropy or loss_func is not None
-    logp_T, entropy_T = token_logprobs(model, hidden, mb, temperature, needs_entropy)
+    logp_T, entropy_T = token_logprobs(model, hidden, mb, temperature, with_entropy=loss_func is not None)
 
     def loss(logp_T: Tensor):
         loss_sum, denominator, report = loss_func(mb, logp_T, entropy_T)
         return loss_sum, denominator * bridge.first_of_context(), report  # Megatron adds them over cp as well
 
     def values(logp_T: Tensor, non_loss_data: bool):
-        return entropy_T if entropy else logp_T
+        return logp_T
 
     return logp_T, loss if loss_func else values
 
@@ -598,28 +674,47 @@ def grpo_loss(mb: MicroBatch, logp_T: Tensor, entropy_T: Tensor, algo: AlgoConfi
     # With one update a step the policy has not moved since it sampled: the ratio is 1 and its gradient that of logp.
     old_logp_T = logp_T.detach() if mb.old_logp is None else mb.old_logp[0]
     trainer_logp_T = logp_T.detach() if algo.old_logp == "rollout" else old_logp_T  # never vLLM's
-    policy_T, clipped_T = policy_loss(logp_T, old_logp_T, mb.advantages[0], mask_T, mb.sequence_T, algo)
+
+    advantages_T = mb.advantages[0]
+    policy_T, clipped_T = policy_loss(logp_T, old_logp_T, advantages_T, mask_T, mb.sequence_T, algo)
     correction_T, outside_T = mismatch_weight(trainer_logp_T, rollout_logp_T, mask_T, mb.sequence_T, algo)
     policy_T = policy_T * correction_T
+
     loss_T = policy_T  # entropy and KL are the trainer's own, so no weight corrects them
     if algo.entropy_coef:
         loss_T = loss_T - algo.entropy_coef * entropy_T
-    kl = dict.fromkeys(("k1", "k2", "k3"), torch.zeros_like(mask_T))  # for the report
-    if mb.ref_logp is not None:
-        kl = {kind: token_kl(logp_T.detach(), mb.ref_logp[0], kind) for kind in kl}
-        if algo.kl_in == "loss":
-            loss_T = loss_T + algo.kl_coef * token_kl(logp_T, mb.ref_logp[0], algo.kl)
+    if mb.ref_logp is not None and algo.kl_in == "loss":
+        loss_T = loss_T + algo.kl_coef * token_kl(logp_T, mb.ref_logp[0], algo.kl)
+
     loss = (loss_T * weight_T).sum()
     denominator = (weight_T > 0).sum().int()
-    per_token = {"tokens": mask_T, "entropy": entropy_T, "clipped": clipped_T, "outside": outside_T, **kl}
-    report = {name: values_T @ mask_T for name, values_T in per_token.items()}
-    report |= {"loss": loss, "policy": (policy_T * weight_T).sum(), "denominator": denominator}
+
+    # For the metrics, sums over the micro-batch: of the losses by weight, of the rest over response tokens.
+    report = {
+        "loss": loss,
+        "policy": (policy_T * weight_T).sum(),
+        "denominator": denominator,
+    }
+    per_token = {
+        "tokens": mask_T,
+        "entropy": entropy_T,
+        "clipped": clipped_T,
+        "outside": outside_T,
+    }
+    if mb.ref_logp is not None:
+        per_token |= {kind: token_kl(logp_T.detach(), mb.ref_logp[0], kind) for kind in ("k1", "k2", "k3")}
+    report |= {name: values_T @ mask_T for name, values_T in per_token.items()}
     report |= metrics.gap_report(trainer_logp_T - rollout_logp_T, old_logp_T - rollout_logp_T, mask_T)
     return loss, denominator, {name: value.detach().double() for name, value in report.items()}
 
 
 def policy_loss(
-    logp_T: Tensor, old_logp_T: Tensor, advantages_T: Tensor, mask_T: Tensor, sequence_T: Tensor, algo: AlgoConfig
+    logp_T: Tensor,
+    old_logp_T: Tensor,
+    advantages_T: Tensor,
+    mask_T: Tensor,
+    sequence_T: Tensor,
+    algo: AlgoConfig,
 ) -> tuple[Tensor, Tensor]:
     """Policy loss at each token, and 1.0 where a clip is active; [T] each → ([T], [T]).
 
@@ -633,31 +728,38 @@ def policy_loss(
       reinforce  -A logp                           Williams (1992)
     dual_clip = c bounds ppo_clip and gspo at -c A where A < 0: arXiv 1912.09729, eq. 5.
     """
-    if algo.loss == "reinforce":
-        return -advantages_T * logp_T, torch.zeros_like(logp_T)
     log_ratio_T = logp_T - old_logp_T
     if algo.loss == "gspo":
         mean_T = sequence_mean(log_ratio_T.detach(), mask_T, sequence_T)
         log_ratio_T = mean_T.clamp(max=10) + logp_T - logp_T.detach()
     ratio_T = log_ratio_T.clamp(-20, 20).exp()
     bounded_T = ratio_T.clamp(1 - algo.clip_low, 1 + algo.clip_high)
+
+    if algo.loss in ("ppo_clip", "gspo"):
+        loss_T = torch.maximum(-ratio_T * advantages_T, -bounded_T * advantages_T)
+        clipped_T = -bounded_T * advantages_T > -ratio_T * advantages_T
+        if algo.dual_clip is not None:
+            ceiling_T = torch.where(advantages_T < 0, -algo.dual_clip * advantages_T, torch.inf)
+            clipped_T = clipped_T | (loss_T > ceiling_T)
+            loss_T = torch.minimum(loss_T, ceiling_T)
+        return loss_T, clipped_T.float()
+
     if algo.loss == "cispo":
         return -bounded_T.detach() * advantages_T * logp_T, (bounded_T != ratio_T).float()
     if algo.loss in ("ipo", "dppo_tv"):
         outside_T = outside_trust_region(logp_T, old_logp_T, advantages_T, algo)
         return torch.where(outside_T, 0.0, -ratio_T * advantages_T), outside_T.float()
-    if algo.loss not in ("ppo_clip", "gspo"):
-        raise UserError(f"algo.loss={algo.loss!r}: legal is ppo_clip | gspo | cispo | ipo | dppo_tv | reinforce")
-    loss_T = torch.maximum(-ratio_T * advantages_T, -bounded_T * advantages_T)
-    clipped_T = -bounded_T * advantages_T > -ratio_T * advantages_T
-    if algo.dual_clip is not None:
-        ceiling_T = torch.where(advantages_T < 0, -algo.dual_clip * advantages_T, torch.inf)
-        clipped_T = clipped_T | (loss_T > ceiling_T)
-        loss_T = torch.minimum(loss_T, ceiling_T)
-    return loss_T, clipped_T.float()
+    if algo.loss == "reinforce":
+        return -advantages_T * logp_T, torch.zeros_like(logp_T)
+    raise UserError(f"algo.loss={algo.loss!r}: must be one of ppo_clip, gspo, cispo, ipo, dppo_tv, reinforce")
 
 
-def outside_trust_region(logp_T: Tensor, old_logp_T: Tensor, advantages_T: Tensor, algo: AlgoConfig) -> Tensor:
+def outside_trust_region(
+    logp_T: Tensor,
+    old_logp_T: Tensor,
+    advantages_T: Tensor,
+    algo: AlgoConfig,
+) -> Tensor:
     """True where ipo or dppo_tv leaves a token out; [T] each → [T] bool. With p = exp(logp) and moved = p - old p:
 
     ipo       moved is outside [-clip_low, clip_high]                prime-rl
@@ -673,11 +775,20 @@ def outside_trust_region(logp_T: Tensor, old_logp_T: Tensor, advantages_T: Tenso
 
 
 # algo.correction → bounds (low, high) of the weight, where algo.correction_low and correction_high are null
-CORRECTION_BOUNDS = {"none": (0.0, 2.0), "tis": (0.0, 2.0), "icepop": (0.5, 5.0), "seq_mask": (0.999, 1.002)}
+CORRECTION_BOUNDS = {
+    "none": (0.0, 2.0),
+    "tis": (0.0, 2.0),
+    "icepop": (0.5, 5.0),
+    "seq_mask": (0.999, 1.002),
+}
 
 
 def mismatch_weight(
-    trainer_logp_T: Tensor, rollout_logp_T: Tensor, mask_T: Tensor, sequence_T: Tensor, algo: AlgoConfig
+    trainer_logp_T: Tensor,
+    rollout_logp_T: Tensor,
+    mask_T: Tensor,
+    sequence_T: Tensor,
+    algo: AlgoConfig,
 ) -> tuple[Tensor, Tensor]:
     """Importance weight of each token's policy loss, as vLLM and the trainer differ; [T] each → ([T], [T]).
 
@@ -690,12 +801,15 @@ def mismatch_weight(
     With correction_level=sequence, w of tis and icepop is the product over the answer. none uses the bounds of tis.
     """
     if algo.correction not in CORRECTION_BOUNDS:
-        raise UserError(f"algo.correction={algo.correction!r}: legal is {' | '.join(CORRECTION_BOUNDS)}")
+        raise UserError(f"algo.correction={algo.correction!r}: must be one of {', '.join(CORRECTION_BOUNDS)}")
     low, high = CORRECTION_BOUNDS[algo.correction]
-    low = low if algo.correction_low is None else algo.correction_low
-    high = high if algo.correction_high is None else algo.correction_high
+    if algo.correction_low is not None:
+        low = algo.correction_low
+    if algo.correction_high is not None:
+        high = algo.correction_high
     if low > high:
         raise UserError(f"algo.correction_low={low:g} is above algo.correction_high={high:g}: no weight fits")
+
     log_w_T = trainer_logp_T - rollout_logp_T
     compared_T = log_w_T  # what is compared with the bounds
     if algo.correction == "seq_mask":
@@ -705,6 +819,7 @@ def mismatch_weight(
     w_T = log_w_T.clamp(-20, 20).exp()
     compared_T = compared_T.clamp(-20, 20).exp()
     outside_T = ((compared_T < low) | (compared_T > high)).float()
+
     if algo.correction == "none":
         return torch.ones_like(w_T), outside_T
     if algo.correction == "tis":
@@ -730,7 +845,7 @@ def token_kl(logp_T: Tensor, ref_logp_T: Tensor, kind: str) -> Tensor:
     if kind == "k3+":
         k2_T = token_kl(logp_T, ref_logp_T, "k2")
         return token_kl(logp_T.detach(), ref_logp_T, "k3") + k2_T - k2_T.detach()
-    raise UserError(f"algo.kl={kind!r}: legal is k1 | k2 | k3 | k3+")
+    raise UserError(f"algo.kl={kind!r}: must be one of k1, k2, k3, k3+")
 
 
 # ---------------------------------------------------------------- 7. the command

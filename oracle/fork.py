@@ -13,13 +13,14 @@ from config import Config
 from grpo.step.packing import pack
 from grpo.step.records import Sample
 from oracle.trainer import Loss, Scored
+from rollout import Trace
 
-FIELDS = ("group", "prompt_ids", "response_ids", "rollout_logp", "finished", "text", "source", "turns")
+FIELDS = ("group", "prompt_ids", "response_ids", "rollout_logp", "finished", "text", "source")
 
 
 def sample_of(a: Scored) -> Sample:
     """The Sample of an answer."""
-    return Sample(**{name: a.row[name] for name in FIELDS})
+    return Sample(**{name: a.row[name] for name in FIELDS}, trace=Trace(turns=a.row["turns"]))
 
 
 def positions_of(a: Scored) -> Tensor:

@@ -253,7 +253,7 @@ def build_model(cfg: Config) -> list:
 # The demo's reward, but that answers which begin with 0 or 1 fail.
 SHAKY = """
 import sys
-sys.path.insert(0, "tools")
+sys.path.insert(0, "examples")
 from tiny_reward import digits_in_place
 
 def reward(text, answer, row):

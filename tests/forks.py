@@ -15,7 +15,7 @@ from tests.conftest import REPO, ForkedTraining, differs_from_upstream
 from tests.fork_server import ForkServer
 
 PATCHES = {path.stem: path for path in sorted((REPO / "recipes").glob("*.patch"))}
-EXERCISES = {path.stem: path for path in sorted((REPO / "exercises").glob("*.patch"))}
+EXERCISES = {path.stem: path for path in sorted((REPO / "docs/exercises").glob("*.patch"))}
 
 
 def new_files(diff: str) -> list[str]:

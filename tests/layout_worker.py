@@ -22,6 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
@@ -36,6 +37,7 @@ from grpo.parts.model import lora
 from grpo.run.preflight import configuration
 from grpo.step import metrics
 from grpo.step.packing import pack, to_micro_batches
+from rollout import Trace
 
 EPS, STEP = 1e8, 1e4  # a step moves a weight by STEP · gradient
 KINDS = ("weights", "gradients", "optimizer", "reference")  # of what a rank holds
@@ -120,7 +122,11 @@ def one_layout(plan: dict, name: str) -> dict[str, torch.Tensor]:
         same = equal(before, {name: made_up_factor(name, before[name].shape) for name in before})
         same &= merged.keys() == original.keys() and equal(exported, merged)
 
-    samples = [train_grpo.Sample(**sample) for sample in json.loads(Path(plan["samples"]).read_text())]
+    samples = []
+    for row in json.loads(Path(plan["samples"]).read_text()):
+        types = {"routes": "u1", "nuclei": "i4"}
+        replay = {name: np.array(row.pop(name), types[name]) for name in types.keys() & row.keys()}
+        samples.append(train_grpo.Sample(**row, trace=Trace(replay=replay)))
     batch = train_grpo.flatten(samples)
     logp_F = train_grpo.score(model, batch, cfg)
     noise = torch.Generator().manual_seed(1)

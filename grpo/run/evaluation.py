@@ -16,7 +16,7 @@ import megatron_bridge as bridge
 from config import Config
 from grpo.parts.base.read_config import load_config, validate
 from grpo.parts.base.require import require
-from grpo.parts.base.rollout_files import as_row, write_rows
+from grpo.parts.base.rollout_files import write_rows
 from grpo.parts.model import checkpoint, optimizer_state
 from grpo.run.clock import Clock
 from grpo.run.inputs import Inputs, check_base
@@ -58,7 +58,7 @@ def run(cfg: Config, inputs: Inputs, clock: Clock, evaluate: Evaluate, engine: t
         return
     path = Path(cfg.output_dir, FILE)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_rows(path, [as_row(sample) for sample in samples])
+    write_rows(path, [sample.as_row() for sample in samples])
     print(f"evaluation of {cfg.model.path}, {found['time/eval']:.1f} s")
     print("\n".join(describe(samples, found, cfg.eval.pass_reward)))
     print(f"answers: {path}", flush=True)

@@ -48,7 +48,9 @@ class Log:
     def evaluated(self, step: int, found: dict[str, float], samples: list[Sample]) -> dict[str, float]:
         """Keep and show an evaluation after `step`; returns its metrics."""
         if self.speaks:
-            self.rollouts.write(self.out / "rollouts" / f"eval_{step:06d}.jsonl", samples)
+            self.rollouts.write(
+                self.out / "rollouts" / f"eval_{step:06d}.jsonl", [sample.as_row() for sample in samples]
+            )
             shown = (f"{key.removeprefix('eval/')} {value:.3f}" for key, value in found.items() if "@" in key)
             print(f"eval after step {step}: {'  '.join(shown)}", flush=True)
         return {"step": step} | found
@@ -60,7 +62,9 @@ class Log:
         step = metrics["step"]
         if samples is not None:
             metrics = metrics | self.progress.add(metrics)
-            self.rollouts.write(self.out / "rollouts" / f"step_{step:06d}.jsonl", samples)
+            self.rollouts.write(
+                self.out / "rollouts" / f"step_{step:06d}.jsonl", [sample.as_row() for sample in samples]
+            )
         files.log_metrics(self.out, metrics)
         self.trackers.add(metrics, samples)
         if samples is None:

@@ -35,20 +35,22 @@ def gap_report(difference_T: torch.Tensor, old_T: torch.Tensor, mask_T: torch.Te
 
 def add_up(reports: list[dict[str, torch.Tensor]]) -> dict[str, float]:
     """The reports of grpo_loss, one a micro-batch, reduced over all ranks; ranks without any, as early stages, too."""
-    own = {}
+    own = []
     if bridge.reports_loss():
         names = list(reports[0])
-        rows = torch.stack([torch.stack([report[name] for name in names]) for report in reports])  # one copy to the CPU
-        own = {name: reduce_report(name, values) for name, values in zip(names, rows.T.tolist(), strict=True)}
-    reporting = [report for report in ranks.gather(own) if report]
-    return {name: reduce_report(name, [report[name] for report in reporting]) for name in reporting[0]}
+        rows = torch.stack([torch.stack([report[name] for name in names]) for report in reports]).tolist()  # one copy
+        own = [reduce_reports([dict(zip(names, row, strict=True)) for row in rows])]
+    everywhere = ranks.gather(own)
+    return reduce_reports([report for of_rank in everywhere for report in of_rank])
 
 
-def reduce_report(name: str, values: list[float]) -> float:
-    """The maximum of the values if the name ends in "_max", else their sum; NaN if one is NaN."""
-    if name.endswith("_max"):
-        return float(np.max(values))
-    return sum(values)
+def reduce_reports(reports: list[dict[str, float]]) -> dict[str, float]:
+    """Of each entry the maximum if its name ends in "_max", else the sum. NaN stays NaN."""
+    reduced = {}
+    for name in reports[0]:
+        values = [report[name] for report in reports]
+        reduced[name] = float(np.max(values)) if name.endswith("_max") else sum(values)
+    return reduced
 
 
 def compared_updates(cfg: Config) -> int:
@@ -64,39 +66,41 @@ def compared_updates(cfg: Config) -> int:
 
 PHASES = ("wait", "rollout", "reward", "gather", "sleep", "logprob", "train", "sync", "save", "other", "step")
 
-# Metric → the entry of the updates' reports that it is the mean of: over the response tokens of the first update,
-FIRST = {"entropy": "entropy", "kl/ref": "k3", "kl/k1": "k1", "kl/k2": "k2"}
-# over those of all updates in which trainer and vLLM are compared,
+# Metric → the entry of the updates' reports that it is the mean of. Over the response tokens of the first update:
+REFERENCE = {"kl/ref": "k3", "kl/k1": "k1", "kl/k2": "k2"}
+# Over those of all updates in which trainer and vLLM are compared:
 COMPARED = {
     "logp_gap/mean": "gap", "logp_gap/above_0.01": "gap_above_0.01", "logp_gap/above_0.1": "gap_above_0.1",
     "logp_gap/above_1": "gap_above_1", "mismatch/k3": "gap_k3", "mismatch/cut_frac": "outside",
 }  # fmt: skip
-# or over the updates.
+# Over the updates:
 UPDATES = {"pack/fill": "fill", "pack/attention_waste": "attention_waste", "pipeline/bubble": "bubble"}
 
 
 def summarize(collected: Collected, reports: list[dict], seconds: dict, batch: Batch, model: list, cfg: Config) -> dict:
-    """The metrics of a step, named as in docs/metrics.md; None where one does not apply. `cfg`: as the step used it.
+    """The metrics of a step, named as in docs/metrics.md; None where one does not apply.
 
-    `reports`: of each update; `seconds`: of each phase, and "step".
+    `cfg` is the configuration as the step used it. `reports` are those of the updates, `seconds` those of each phase
+    and of "step".
     """
     hf = model[0].hf_config
-    numbers = {"lr": cfg.train.lr, "moe/load": None}
-    numbers |= {"routes/differ_frac": None, "routes/missing_frac": None, "routes/prompt_differ_frac": None}
+    numbers = {"lr": cfg.train.lr}
     numbers |= sample_metrics(collected, has_turns=cfg.rollout.turns is not None)
     numbers |= update_metrics(reports, batch, cfg)
-    if cfg.algo.replay_routes:
-        numbers |= route_metrics(collected.samples, reports[0])
-    if batch.nuclei is not None:
-        length = sum(map(len, batch.nuclei))  # with the -1 after each
-        numbers["nucleus/size"] = length / batch.mask.sum().item() - 1
+    numbers["entropy_frac"] = numbers["entropy"] / math.log(hf.vocab_size)
     numbers |= time_metrics(collected, reports, seconds)
     numbers |= speed_metrics(collected.samples, reports, hf, cfg, seconds)
-    numbers["entropy_frac"] = numbers["entropy"] / math.log(hf.vocab_size)
+
+    # Of capabilities that may be off
+    numbers |= dict.fromkeys(("moe/load", "routes/differ_frac", "routes/missing_frac", "routes/prompt_differ_frac"))
     if model[0].config.num_moe_experts:
         load = expert_load(model)
         numbers["moe/load"] = max(load)
         numbers |= {f"moe/load/layer_{layer:02d}": value for layer, value in enumerate(load)}
+    if cfg.algo.replay_routes:
+        numbers |= route_metrics(collected.samples, reports[0])
+    if "nuclei" in batch.replay:
+        numbers["nucleus/size"] = batch.replay["nuclei"].mean_size()
     for name, course in cfg.schedule:
         if course is not None:
             numbers[f"schedule/{name}"] = schedule.value_of(cfg, name)
@@ -106,13 +110,14 @@ def summarize(collected: Collected, reports: list[dict], seconds: dict, batch: B
 def sample_metrics(collected: Collected, has_turns: bool) -> dict[str, float | None]:
     """Rewards, of each source too; groups; tokens a sample, those of environments None without rollout.turns."""
     samples = collected.samples
-    groups = rewards_by_group(samples).values()
+    groups = {s.group for s in samples}
     reward_N = np.array([s.reward for s in samples])
     length_N = model_lengths(samples)
+
     numbers = {
         "reward/mean": reward_N.mean(),
         "reward/std": reward_N.std(),
-        "groups/zero_std_frac": np.mean([max(group) == min(group) for group in groups]),
+        "groups/zero_std_frac": len(groups_of_equal_rewards(samples)) / len(groups),
         "groups/sampled": len(groups),
         "groups/trained": len({s.group for s in collected.kept}),
         "groups/rounds": collected.rounds,
@@ -123,9 +128,11 @@ def sample_metrics(collected: Collected, has_turns: bool) -> dict[str, float | N
         "tokens/environment_mean": None,
         "turns/mean": None,
     }
+
     if has_turns:
         numbers["tokens/environment_mean"] = np.mean([sum(s.turns[1::2]) for s in samples])
         numbers["turns/mean"] = np.mean([len(s.turns[::2]) for s in samples])
+
     for source, own in by_source(samples).items():
         numbers[f"reward/{source}/mean"] = np.mean([s.reward for s in own])
         numbers[f"reward/{source}/max"] = max(s.reward for s in own)
@@ -137,32 +144,37 @@ def update_metrics(reports: list[dict[str, float]], batch: Batch, cfg: Config) -
     """Of the reports of a step's updates; KLs are None without their model. Every rank calls this."""
     first = reports[:1]
     compared = reports[: compared_updates(cfg)]
-    w = sum(r["w"] for r in compared)
-    effective = w**2 / (sum(r["w2"] for r in compared) or 1)  # sample size
-    own = [sum(r[name] for r in reports) for name in ("real", "positions", "shared")]
-    replicas = bridge.mpu.get_data_parallel_world_size()
-    real, positions, shared = np.mean(ranks.gather(own), 0) * replicas  # in the rows of all replicas
-    credited_F = (batch.advantages != 0) & batch.loss_mask
     trained = batch.loss_mask.sum().clamp(min=1)
-    numbers = {metric: report_mean(entry, first) for metric, entry in FIRST.items()}
-    if batch.ref_logp is None:
-        numbers |= {"kl/ref": None, "kl/k1": None, "kl/k2": None}
-    numbers |= {metric: report_mean(entry, compared) for metric, entry in COMPARED.items()}
-    numbers |= {metric: np.mean([r[entry] for r in reports]) for metric, entry in UPDATES.items()}
-    numbers["loss/total"] = report_mean("loss", first, over="denominator")
-    numbers["loss/policy"] = report_mean("policy", first, over="denominator")
+
+    numbers = {"entropy": report_mean("entropy", first)} | dict.fromkeys(REFERENCE)
+    if batch.ref_logp is not None:
+        numbers |= {metric: report_mean(entry, first) for metric, entry in REFERENCE.items()}
     numbers["kl/teacher"] = None
     if batch.teacher_logp is not None:  # k1 of KL(policy ‖ teacher) before the updates
         difference_F = (batch.old_logp - batch.teacher_logp) * batch.loss_mask
         numbers["kl/teacher"] = (difference_F.double().sum() / trained).item()
-    numbers["ratio/clip_frac"] = report_mean("clipped", reports)
+
+    numbers |= {metric: report_mean(entry, compared) for metric, entry in COMPARED.items()}
     numbers["logp_gap/max"] = max(r["gap_max"] for r in compared)
+    w = sum(r["w"] for r in compared)
+    effective = w**2 / (sum(r["w2"] for r in compared) or 1)  # sample size
     numbers["mismatch/ess"] = effective / max(sum(r["tokens"] for r in compared), 1)
+
+    numbers["loss/total"] = report_mean("loss", first, over="denominator")
+    numbers["loss/policy"] = report_mean("policy", first, over="denominator")
+    numbers["ratio/clip_frac"] = report_mean("clipped", reports)
+    credited_F = (batch.advantages != 0) & batch.loss_mask
     numbers["advantage/nonzero_frac"] = (credited_F.sum() / trained).item()
     numbers["grad_norm"] = reports[0]["grad_norm"]
+
+    numbers |= {metric: np.mean([r[entry] for r in reports]) for metric, entry in UPDATES.items()}
     numbers["pack/micro_batches"] = sum(r["micro_batches"] for r in reports)
+    own = [sum(r[name] for r in reports) for name in ("real", "positions", "shared")]
+    replicas = bridge.mpu.get_data_parallel_world_size()
+    real, positions, shared = np.mean(ranks.gather(own), 0) * replicas  # in the rows of all replicas
     numbers["pack/real_frac"] = real / max(positions, 1)
     numbers["pack/prompt_tokens_saved"] = shared
+
     applied = sum(math.isfinite(r["grad_norm"]) and r["grad_norm"] > 0 for r in reports)
     numbers["update/applied"] = applied
     numbers["update/skipped"] = len(reports) - applied
@@ -184,12 +196,13 @@ def route_metrics(samples: list[Sample], report: dict) -> dict[str, float]:
     first = {}  # routes of the prompt in the first answer of each group
     unlike = 0
     for s in samples:
-        own = s.routes[: len(s.prompt_ids)]
+        own = s.trace.replay["routes"][: len(s.prompt_ids)]
         if not np.array_equal(own, first.setdefault(s.group, own)):
             unlike += 1
     return {
         "routes/differ_frac": report_mean("routes_differ", [report], over="routes"),
-        "routes/missing_frac": 1 - sum(len(s.routes) for s in samples) / sum(s.positions for s in samples),
+        "routes/missing_frac": 1
+        - sum(len(s.trace.replay["routes"]) for s in samples) / sum(s.positions for s in samples),
         "routes/prompt_differ_frac": unlike / len(samples),
     }
 
@@ -200,15 +213,21 @@ def time_metrics(collected: Collected, reports: list[dict], seconds: dict[str, f
     Until the slowest rank has sampled and graded, the others wait: for its generation while it samples, then for its
     grading. "save" is the wait at the start of the step, for ranks that still save, evaluate or log.
     """
-    rollout_R, reward_R, wait_R = (
-        np.array([own.get(phase, 0.0) for own in collected.rank_seconds]) for phase in ("rollout", "reward", "wait")
-    )
-    work_R = rollout_R + reward_R
+
+    def of_ranks(phase: str) -> np.ndarray:
+        return np.array([own.get(phase, 0.0) for own in collected.rank_seconds])
+
+    rollout_R = of_ranks("rollout")
+    work_R = rollout_R + of_ranks("reward")
     slowest = work_R.argmax()
     sampled_R = np.maximum(rollout_R[slowest], work_R)  # until when a rank waits for generation, if it waits
-    idle = {"generation": np.mean(sampled_R - work_R), "grading": np.mean(work_R[slowest] - sampled_R)}
-    idle["bubble"] = np.mean([r["bubble"] for r in reports]) * seconds.get("train", 0.0)
-    idle["save"] = wait_R.mean()
+    idle = {
+        "generation": np.mean(sampled_R - work_R),
+        "grading": np.mean(work_R[slowest] - sampled_R),
+        "bubble": np.mean([r["bubble"] for r in reports]) * seconds.get("train", 0.0),
+        "save": of_ranks("wait").mean(),
+    }
+
     numbers = {f"time/{phase}": seconds.get(phase, 0.0) for phase in PHASES}
     numbers["time/other_frac"] = numbers["time/other"] / seconds["step"]
     numbers["speed/response_tokens_per_s"] = model_lengths(collected.samples).sum() / seconds["step"]
@@ -307,6 +326,11 @@ def rewards_by_group(samples: list[Sample]) -> dict[int, list[float]]:
     return rewards
 
 
+def groups_of_equal_rewards(samples: list[Sample]) -> set[int]:
+    """The groups whose answers all have the same reward, and so the advantage 0."""
+    return {group for group, rewards in rewards_by_group(samples).items() if min(rewards) == max(rewards)}
+
+
 def by_source(samples: list[Sample]) -> dict[str, list[Sample]]:
     """The samples of each data source."""
     return {source: [s for s in samples if s.source == source] for source in sorted({s.source for s in samples})}
@@ -334,12 +358,14 @@ def evaluation(samples: list[Sample], options: EvalConfig) -> dict[str, float]:
         start = f"eval/{source}"
         groups = rewards_by_group(own).values()
         passed = [sum(reward >= options.pass_reward for reward in group) for group in groups]
+
         numbers[f"{start}/avg@{n}"] = np.mean([s.reward for s in own])
         for k in sorted({2**i for i in range(n.bit_length())} | {n}):
             numbers[f"{start}/pass@{k}"] = np.mean([pass_at_k(n, count, k) for count in passed])
         numbers[f"{start}/response_mean"] = model_lengths(own).mean()
         numbers[f"{start}/truncated_frac"] = np.mean([not s.finished for s in own])
         numbers |= failures(own, start)
+
         parts = sorted({name for s in own for name in s.reward_parts})
         if len(parts) > 1:
             for name in parts:

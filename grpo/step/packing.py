@@ -13,10 +13,10 @@ import numpy as np
 import torch
 
 import megatron_bridge as bridge
-from config import Config, ParallelConfig, TrainingError
-from grpo.parts.base.ranks import to_device
+from config import Config, ParallelConfig
+from grpo.parts.base.ranks import device, to_device
 from grpo.parts.model.attention import make_buckets, uses_varlen
-from grpo.step.records import Batch, MicroBatch, Rows, Sample
+from grpo.step.records import Batch, MicroBatch, Rows
 
 # The unit of cost is one attended position of one head. A token costs TOKEN, for all of a layer but attention, plus the
 # positions that it attends to. By its operations TOKEN would be about 18 × hidden, by the time of its kernels less. It
@@ -35,32 +35,40 @@ def to_micro_batches(batch: Batch, samples: list[int], max_tokens: int, cfg: Con
     replicas = bridge.mpu.get_data_parallel_world_size()
     multiple = bridge.token_multiple(cfg.parallel)
     bins = plan_rows(batch, samples, max_tokens // multiple * multiple, replicas, cfg)
-    shared = [shared_positions(batch, members, cfg.shares_prompts) for members in bins]
-    sizes = [(batch.lengths_N[members] - less).sum() for members, less in zip(bins, shared, strict=True)]
-    widths = [max(1, math.ceil(size / multiple)) * multiple for size in sizes]
+
+    widths = []
+    for members in bins:
+        computed = batch.lengths_N[members] - shared_positions(batch, members, cfg.shares_prompts)
+        widths.append(max(1, math.ceil(computed.sum() / multiple)) * multiple)
     if cfg.parallel.vpp > 1:  # the interleaved schedule needs rows of one length
         widths = [max(widths)] * len(bins)
-    own = slice(bridge.mpu.get_data_parallel_rank(), None, replicas)
-    planned = zip(bins[own], widths[own], strict=True)
-    return [pack(batch, members, width, bridge.device(), cfg.shares_prompts) for members, width in planned]
+
+    rank = bridge.mpu.get_data_parallel_rank()
+    own = zip(bins[rank::replicas], widths[rank::replicas], strict=True)
+    return [pack(batch, members, width, device(), cfg.shares_prompts) for members, width in own]
 
 
 def measure_rows(micro_batches: list[MicroBatch], cfg: Config) -> dict[str, float]:
     """How well this replica's training micro-batches are used: pack/* and pipeline/bubble of docs/metrics.md."""
-    computed = sum(mb.width for mb in micro_batches)
-    padding = sum(mb.tokens.shape[1] - int(mb.lengths.sum()) for mb in micro_batches)
-    work = done = sum(int((mb.lengths**2).sum()) for mb in micro_batches)
-    earlier = [mb.lengths - mb.queries[: len(mb.lengths)] for mb in micro_batches]  # shared positions of each sample
-    if not uses_varlen(bridge.device(), bridge.DTYPES[cfg.model.dtype]):  # attention pads sequences to the longest
-        done = sum(count * longest**2 for mb in micro_batches for count, longest in make_buckets(mb.sizes))
+    pads = not uses_varlen(device(), bridge.DTYPES[cfg.model.dtype])  # attention pads sequences to the longest
+    positions = computed = real = work = shared_work = padded_work = 0
+    for mb in micro_batches:
+        positions += mb.tokens.shape[1]
+        computed += mb.width
+        real += mb.width - (mb.tokens.shape[1] - int(mb.lengths.sum()))
+        shared_S = mb.lengths - mb.queries[: len(mb.lengths)]  # positions of each sample that one before it computes
+        work += int((mb.lengths**2).sum())
+        shared_work += int((shared_S**2).sum())
+        padded_work += sum(count * longest**2 for count, longest in make_buckets(mb.sizes)) if pads else 0
+
     return {
-        "real": computed - padding,
+        "real": real,
         "positions": computed,
-        "shared": sum(mb.tokens.shape[1] - mb.width for mb in micro_batches),
-        "attended": work - sum(int((shared**2).sum()) for shared in earlier),  # as in plan_bins
+        "shared": positions - computed,
+        "attended": work - shared_work,  # as in plan_bins
         "micro_batches": len(micro_batches),
         "fill": computed / (len(micro_batches) * cfg.train.max_tokens_per_micro_batch),
-        "attention_waste": done / work if work else 1.0,
+        "attention_waste": padded_work / work if pads and work else 1.0,
         "bubble": bubble(len(micro_batches), cfg.parallel),
     }
 
@@ -75,22 +83,29 @@ def bubble(micro_batches: int, parallel: ParallelConfig) -> float:
 
 
 def plan_rows(batch: Batch, samples: list[int], max_tokens: int, replicas: int, cfg: Config) -> list[list[int]]:
-    """The numbered samples in bins of at most `max_tokens` positions, copies counted as COPY of one; replica r takes
-    bins[r::replicas]. In a bin, the answers to a prompt are side by side. docs/shared-prompts.md explains the plan.
+    """The numbered samples in bins of at most `max_tokens` positions, where a copy counts as COPY of one.
+
+    Replica r takes bins[r::replicas]. In a bin, the answers to a prompt are side by side. Units of up to `most` answers
+    to one prompt are planned, for ever smaller `most`, and the plan that finishes first is taken
+    (docs/shared-prompts.md).
     """
     samples = np.asarray(samples, dtype=np.int64)
     prompt_N = batch.same_prompt_N[samples] if cfg.shares_prompts else np.arange(len(samples))
     order = np.lexsort((-batch.lengths_N[samples], prompt_N))  # answers to a prompt side by side, the longest first
     samples, prompt_N = samples[order], prompt_N[order]
+
     lengths_N = batch.lengths_N[samples].astype(np.int64)
     prompts_N = np.minimum(batch.prompts_N[samples], lengths_N - 1)
     rank_N = np.arange(len(samples)) - np.searchsorted(prompt_N, prompt_N)  # among the answers to the same prompt
+
     best, plan = math.inf, None
     most = 1 + rank_N.max(initial=0)  # answers of a unit
     while most > 0:
-        starts_U = np.flatnonzero(rank_N % most == 0)
-        shared_N = np.where(rank_N % most == 0, 0, prompts_N)
+        is_first_N = rank_N % most == 0  # the others of a unit share its prompt
+        starts_U = np.flatnonzero(is_first_N)
+        shared_N = np.where(is_first_N, 0, prompts_N)
         tokens_U = np.ceil(np.add.reduceat(lengths_N - (1 - COPY) * shared_N, starts_U)).astype(np.int64)
+
         if tokens_U.max(initial=0) <= max_tokens or most == 1:
             attended_U = np.add.reduceat(lengths_N**2 - shared_N**2, starts_U)
             bins, duration = plan_bins(tokens_U, attended_U, max_tokens, replicas, cfg.parallel)
@@ -117,21 +132,25 @@ def plan_bins(
 ) -> tuple[list[list[int]], float]:
     """Assign units to bins of at most `max_tokens` positions, so that the slowest replica finishes soonest.
 
-    Returns bins of unit numbers, some perhaps empty, and the planned duration; replica r takes bins[r::replicas]. Up to
+    Returns bins of unit numbers, some perhaps empty, and the planned duration. Replica r takes bins[r::replicas]. Up to
     twice as many bins as the best so far are tried, in steps of a quarter. A bin costs TOKEN for each token plus
-    `attended_N`, twice the number of positions that its tokens attend to. ValueError: a unit beyond `max_tokens`.
+    `attended_N`, twice the number of positions that its tokens attend to. Raises ValueError for a unit above
+    `max_tokens`.
     """
     if tokens_N.max(initial=0) > max_tokens:
         raise ValueError(f"a sample of {tokens_N.max()} tokens does not fit a micro-batch of {max_tokens}")
+
     most = len(tokens_N) // replicas  # bins of a replica, if each has a unit
     step = 1  # the number of bins of a replica is a multiple of this
     token = TOKEN
     if parallel.vpp > 1:  # the interleaved schedule needs full rounds, and rows as wide as the widest: equal tokens
         step = parallel.pp
         token *= 100
+
     cost_N = token * tokens_N + attended_N
     order_N = np.argsort(-cost_N, kind="stable")  # costliest first
     cost_N = cost_N[order_N]
+
     fewest = tokens_N.sum() / max_tokens / replicas
     rounds = math.ceil(max(fewest, min(parallel.pp, most), 1) / step) * step  # bins of a replica
     best = math.inf
@@ -141,6 +160,7 @@ def plan_bins(
         if bin_N is None:
             rounds += step
             continue
+
         cost_B = np.bincount(bin_N, weights=cost_N, minlength=rounds * replicas)
         place_B = order_bins(cost_B, replicas)
         loads = np.bincount(place_B % replicas, weights=np.maximum(cost_B, token * ROW_TOKENS) + token * ROW_START)
@@ -150,6 +170,7 @@ def plan_bins(
             best_rounds = rounds
             place_N = place_B[bin_N]
         rounds += max(rounds // 4 // step, 1) * step
+
     ends = np.cumsum(np.bincount(place_N, minlength=best_rounds * replicas))[:-1]
     members = np.split(order_N[np.argsort(place_N, kind="stable")], ends)
     return [units.tolist() for units in members], best
@@ -184,7 +205,7 @@ def order_bins(cost_B: np.ndarray, replicas: int) -> np.ndarray:
 # ---------------------------------------------------------------- the packed row
 
 
-def pack(batch: Batch, samples: list[int], width: int, device, shares: bool = False) -> MicroBatch:
+def pack(batch: Batch, samples: list[int], width: int, on, shares: bool = False) -> MicroBatch:
     """The numbered samples in one row of `width` computed positions; without samples a row of padding only.
 
     `shares`: neighbours with the same prompt compute it once, so that the row is longer than `width`.
@@ -192,9 +213,12 @@ def pack(batch: Batch, samples: list[int], width: int, device, shares: bool = Fa
     starts_S = batch.starts_N[samples]
     lengths_S = batch.lengths_N[samples]
     shared_S = shared_positions(batch, samples, shares)
+
+    # Padding comes in sequences no longer than the longest sample, which cost no more attention than that does.
     padding = width - int((lengths_S - shared_S).sum())
     piece = int(lengths_S.max(initial=0)) or PADDING_PIECE
     sizes_S = np.append(lengths_S, np.diff([*range(0, padding, piece), padding])).astype(np.int64)
+
     offsets_S = starts_S - np.cumsum(lengths_S) + lengths_S
     index = torch.from_numpy(np.arange(lengths_S.sum()) + np.repeat(offsets_S, lengths_S))
 
@@ -202,15 +226,18 @@ def pack(batch: Batch, samples: list[int], width: int, device, shares: bool = Fa
         zeros = values_F.new_zeros(padding, *values_F.shape[1:])
         return torch.cat([values_F.index_select(0, index), zeros])[None]  # [1, T]
 
-    known = {field.name: getattr(batch, field.name) for field in fields(Rows)}
-    rows = {name: row(values_F) for name, values_F in known.items() if values_F is not None}
+    rows = {}
+    for field in fields(Rows):
+        values_F = getattr(batch, field.name)
+        if values_F is not None:
+            rows[field.name] = row(values_F)
     kept, place = share_positions(shared_S, sizes_S) if shared_S.any() else (None, None)
     cu_seqlens = torch.from_numpy(np.cumsum([0, *sizes_S], dtype=np.int32))
     return MicroBatch(
-        **{name: to_device(values, device) for name, values in rows.items()},
+        **{name: to_device(values, on) for name, values in rows.items()},
         rows=np.flatnonzero(rows["mask"]), samples=np.array(samples, dtype=np.int32), starts=starts_S,
-        lengths=lengths_S, cu_seqlens=to_device(cu_seqlens, device), sizes=sizes_S, kept=kept, place=place,
-        nuclei=batch.nuclei,
+        lengths=lengths_S, cu_seqlens=to_device(cu_seqlens, on), sizes=sizes_S, kept=kept, place=place,
+        replay={name: kind.row(samples, index, padding, on) for name, kind in batch.replay.items()},
     )  # fmt: skip
 
 
@@ -231,23 +258,3 @@ def sequence_sum(values_T: torch.Tensor, sequence_T: torch.Tensor) -> torch.Tens
 def sequence_mean(values_T: torch.Tensor, mask_T: torch.Tensor, sequence_T: torch.Tensor) -> torch.Tensor:
     """The mean over each sequence's tokens with mask 1 (0 without any), at each of its tokens; [T] each → [T]."""
     return sequence_sum(values_T * mask_T, sequence_T) / sequence_sum(mask_T, sequence_T).clamp(min=1)
-
-
-def route_rows(samples: list[Sample], lengths_N: np.ndarray) -> torch.Tensor:
-    """The routes of the samples end to end, [F, layers, k] uint8 or int16, given each sample's number of positions.
-
-    `routes` of a sample is [tokens, layers, k], the experts as vLLM numbers them. vLLM returns routes for every token
-    but the last, which are the sample's positions. Where it returns fewer (an engine may not keep those of a cached
-    prompt), they belong to the last positions; the first get 0, no route. Other values are expert + 1. Raises
-    TrainingError for more routes than positions, and for a route with the same expert twice.
-    """
-    routes_N = [np.asarray(s.routes) for s in samples]
-    largest = max(int(routes.max(initial=0)) for routes in routes_N)
-    rows_F = np.zeros((lengths_N.sum(), *routes_N[0].shape[1:]), np.uint8 if largest < 255 else np.int16)
-    for routes, length, end in zip(routes_N, lengths_N, np.cumsum(lengths_N), strict=True):
-        if len(routes) > length:
-            raise TrainingError(f"vLLM returned routes for {len(routes)} tokens of a sample of {length} that predict")
-        if routes.shape[2] > 1 and (routes[..., 0] == routes[..., 1]).any():
-            raise TrainingError("vLLM returned a route with one expert twice: it did not note where each token went")
-        rows_F[end - len(routes) : end] = routes.astype(rows_F.dtype) + 1
-    return torch.from_numpy(rows_F)

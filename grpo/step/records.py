@@ -11,6 +11,9 @@ import torch.distributed as dist
 
 from grpo.parts.base import ranks
 from grpo.parts.base.ranks import to_device
+from grpo.parts.model.nucleus import Nuclei
+from grpo.parts.model.routes import Routes
+from rollout import Trace
 
 
 @dataclass
@@ -24,18 +27,20 @@ class Sample:
     finished: bool  # ended by itself, not truncated at the token budget
     text: str | None  # for rewards and rollouts/ only, never tokenised again; None on ranks other than 0
     source: str
-    turns: list[int] = field(default_factory=list)  # lengths of the response's parts: model, environment, model, ...
-    asked: np.ndarray | None = None  # int32, ids of the prompt with its hint, for the teacher; None: prompt_ids
-    routes: np.ndarray | None = None  # [tokens, layers, k], experts that vLLM chose; None without algo.replay_routes
-    nuclei: np.ndarray | None = None  # int32, ids that the model's tokens were drawn from, -1 after each; None: all
-    graded: str = "ok"  # ok | timeout | error; the last two have reward 0
+    trace: Trace = field(default_factory=Trace)  # how vLLM, and perhaps an environment, made the response
+    asked: np.ndarray | None = None  # int32, ids of the prompt with its hint, for the teacher; None means prompt_ids
+    graded: str = "ok"  # or timeout or error, which have reward 0
     error: str = ""
     reward: float = 0.0
     reward_parts: dict[str, float] = field(default_factory=dict)
     advantage: float = 0.0
     tokens: dict[str, np.ndarray] = field(default_factory=dict)  # further numbers of each response token, for rollouts/
-    seed: int | None = None  # of its group; of a conversation that of the first turn
-    sampling: list[dict] = field(default_factory=list)  # for each turn of the model, what vLLM was asked; for rollouts/
+    seed: int | None = None  # of its group
+
+    @property
+    def turns(self) -> list[int]:
+        """Lengths of the response's parts: of the model, the environment, the model, ..."""
+        return self.trace.turns or [len(self.response_ids)]
 
     @property
     def positions(self) -> int:
@@ -47,28 +52,47 @@ class Sample:
         """True where the model sampled the token of the response, not an environment; [tokens] bool."""
         return np.repeat(np.arange(len(self.turns)) % 2 == 0, self.turns)  # turns of model and environment alternate
 
+    def as_row(self) -> dict:
+        """The row of rollouts/: the fields that are not None, the turns, and what vLLM was asked for each of its."""
+        row = {name: value for name, value in vars(self).items() if value is not None}
+        del row["trace"], row["tokens"]
+        return row | {"turns": self.turns, "sampling": self.trace.requests} | self.tokens
+
     @classmethod
     def of(cls, group: int, prompt, completion, text: str, seed: int) -> "Sample":
         """The completion of a prompt (rollout.Completion, grpo.parts.data.prompts.Prompt), decoded as `text`."""
         return cls(
             group=group, prompt_ids=prompt.ids, response_ids=completion.ids, rollout_logp=completion.logps,
-            finished=completion.finished, text=text, source=prompt.source, seed=seed, turns=completion.turns,
-            sampling=completion.sampling, asked=prompt.asked, routes=completion.routes,
-            nuclei=completion.nuclei and np.array(completion.nuclei, "i4"),
+            finished=completion.finished, text=text, source=prompt.source, seed=seed, asked=prompt.asked,
+            trace=completion.trace,
         )  # fmt: skip
 
     def __post_init__(self):
         self.prompt_ids = np.asarray(self.prompt_ids, "i4")
         self.response_ids = np.asarray(self.response_ids, "i4")
         self.rollout_logp = np.asarray(self.rollout_logp, "f4")
-        self.turns = self.turns or [len(self.response_ids)]
+
+
+# What the trainer replays of the sampler → how a batch and a micro-batch hold it. A kind has `concatenate`, of samples
+# to a batch; `take` and `row`, as Batch.take and packing.pack do with tensors; `join`, for the turns of a conversation;
+# `of_positions` and `for_other_weights`.
+REPLAYED = {"routes": Routes, "nuclei": Nuclei}
+Replay = dict[str, Routes | Nuclei]  # {} where nothing is replayed
+
+
+def to_replay(samples: list[Sample], lengths_N: np.ndarray) -> Replay:
+    """What a batch of the samples replays, given each sample's number of positions."""
+    replay = {}
+    for name in samples[0].trace.replay:
+        replay[name] = REPLAYED[name].concatenate([s.trace.replay[name] for s in samples], lengths_N)
+    return replay
 
 
 @dataclass(frozen=True)
 class Rows:
     """Values of each position, which holds a token and its target, the next: [F] in a Batch, [1, T] in a MicroBatch.
 
-    No tensor is changed in place. Numbers are int32 or float32; routes take 1 or 2 bytes each.
+    No tensor is changed in place. Numbers are int32 or float32.
     """
 
     tokens: torch.Tensor  # ids
@@ -77,11 +101,8 @@ class Rows:
     rollout_logp: torch.Tensor  # vLLM's, of the target; 0 where the mask is False
     advantages: torch.Tensor | None = None
     weights: torch.Tensor | None = None  # of each token in the loss; 0 where it is not trained
-    old_logp: torch.Tensor | None = None  # None: grpo_loss uses its own, detached
-    ref_logp: torch.Tensor | None = None  # None: no reference model
-    routes: torch.Tensor | None = (
-        None  # [..., layers, k] of the token, grpo/parts/model/routes.py; None: the router's own
-    )
+    old_logp: torch.Tensor | None = None  # without it grpo_loss uses its own, detached
+    ref_logp: torch.Tensor | None = None  # None without a reference model
 
 
 @dataclass(frozen=True)
@@ -100,8 +121,8 @@ class Batch(Rows):
 
     lengths_N: np.ndarray  # positions of each sample
     loss_mask: torch.Tensor  # the mask, but False in answers that are left out of the loss
-    teacher_logp: torch.Tensor | None = None  # None: no teacher
-    nuclei: list[np.ndarray] | None = None  # those of each sample; None: log-probs are of the whole vocabulary
+    teacher_logp: torch.Tensor | None = None  # None without a teacher
+    replay: Replay = field(default_factory=dict)
 
     @cached_property
     def starts_N(self) -> np.ndarray:
@@ -128,20 +149,28 @@ class Batch(Rows):
 
     @cached_property
     def same_prompt_N(self) -> np.ndarray:
-        """A number for each sample, the same where the tokens of the prompts, and their routes, are the same."""
-        held = [values.numpy() for values in (self.tokens, self.routes) if values is not None]
-        numbers = {}
-        pieces = [slice(start, start + size) for start, size in zip(self.starts_N, self.prompts_N, strict=True)]
-        prompts = [b"".join(values[piece].tobytes() for values in held) for piece in pieces]
-        return np.array([numbers.setdefault(prompt, len(numbers)) for prompt in prompts], dtype=np.int64)
+        """A number for each sample, the same where prompts have the same tokens, computed in the same way."""
+        values = [self.tokens, *(value for kind in self.replay.values() for value in kind.of_positions())]
+        arrays = [value.numpy() for value in values]
+
+        numbers = {}  # a prompt's bytes → its number
+        same_prompt_N = np.zeros(len(self.lengths_N), dtype=np.int64)
+        for n, (start, size) in enumerate(zip(self.starts_N, self.prompts_N, strict=True)):
+            prompt = b"".join(array[start : start + size].tobytes() for array in arrays)
+            same_prompt_N[n] = numbers.setdefault(prompt, len(numbers))
+        return same_prompt_N
 
     def take(self, samples: list[int]) -> "Batch":
         """The batch of these samples alone, numbered from 0."""
-        pieces = [slice(start, start + length) for start, length in zip(self.starts_N, self.lengths_N, strict=True)]
-        values = {name: value for name, value in vars(self).items() if torch.is_tensor(value)}
-        taken = {name: torch.cat([value[pieces[n]] for n in samples]) for name, value in values.items()}
-        nuclei = self.nuclei and [self.nuclei[n] for n in samples]
-        return replace(self, **taken, lengths_N=self.lengths_N[samples], nuclei=nuclei)
+        index_F = np.concatenate([np.arange(self.lengths_N[n]) + self.starts_N[n] for n in samples])
+        index_F = torch.from_numpy(index_F)
+        taken = {name: value[index_F] for name, value in vars(self).items() if torch.is_tensor(value)}
+        replay = {name: kind.take(samples, index_F) for name, kind in self.replay.items()}
+        return replace(self, **taken, lengths_N=self.lengths_N[samples], replay=replay)
+
+    def for_other_weights(self) -> "Batch":
+        """The batch as other weights score it: they replay no choice that the policy's own weights have made."""
+        return replace(self, replay={name: kind.for_other_weights() for name, kind in self.replay.items()})
 
     def sums(self, values_F: torch.Tensor) -> np.ndarray:
         """The sum over each sample's positions, [F] → [N] float64."""
@@ -162,9 +191,9 @@ class MicroBatch(Rows):
     rows: np.ndarray  # [M], the positions where the mask is True
     cu_seqlens: torch.Tensor  # [S + 1] int32, where sequences begin and end
     sizes: np.ndarray  # positions of each sequence, [S]
-    kept: np.ndarray | None = None  # [C] int64, the positions that are computed; None: all
+    kept: np.ndarray | None = None  # [C] int64, the positions that are computed; None means all
     place: np.ndarray | None = None  # [T] int64, which of these each position is
-    nuclei: list[np.ndarray] | None = None  # those of the Batch
+    replay: Replay = field(default_factory=dict)
 
     @property
     def width(self) -> int:

@@ -27,6 +27,7 @@ def build_teacher(model: list, cfg: Config) -> Teacher:
     algo = cfg.algo
     if algo.teacher == SELF:
         return Teacher(model)
+
     path = hf_folder.local_folder(algo.teacher)
     dtype = bridge.DTYPES[cfg.model.dtype]
     match_engine = bool(cfg.model.match_engine) and matched.supports(hf_folder.read_config(path))
@@ -35,6 +36,7 @@ def build_teacher(model: list, cfg: Config) -> Teacher:
     )
     if algo.reference_on != "host":
         return Teacher(chunks)
+
     weights = bridge.copy_weights(chunks, "host")
     for chunk in chunks:
         for parameter in chunk.parameters():
@@ -48,12 +50,16 @@ def with_teacher_prompts(samples: list[Sample], is_policy: bool) -> list[Sample]
     The teacher's routers choose for themselves. If the teacher `is_policy`, the same model, its routers replay where
     there are routes, so the samples get empty ones. Another model may differ in layers and experts, and gets none.
     """
-    seen = [sample if sample.asked is None else replace(sample, prompt_ids=sample.asked) for sample in samples]
-    return [replace(s, routes=s.routes[:0] if is_policy and s.routes is not None else None) for s in seen]
+    seen = []
+    for sample in samples:
+        replay = {name: values[:0] for name, values in sample.trace.replay.items()} if is_policy else {}
+        prompt_ids = sample.prompt_ids if sample.asked is None else sample.asked
+        seen.append(replace(sample, prompt_ids=prompt_ids, trace=replace(sample.trace, replay=replay)))
+    return seen
 
 
 def another(cfg: Config) -> str | None:
-    """Where the teacher comes from if it is another model; None where there is none, or the model itself."""
+    """Where the teacher comes from, if it is another model than the policy; else None."""
     return None if cfg.algo.teacher == SELF else cfg.algo.teacher
 
 
@@ -63,8 +69,8 @@ def check_vocabulary(cfg: Config) -> None:
     rows, needed = (hf_folder.read_config(name).vocab_size for name in (path, cfg.model.path))
     if rows < needed:
         raise ValueError(
-            f"algo.teacher={path}: its vocabulary has {rows} rows, that of model.path={cfg.model.path} {needed}; an id "
-            "beyond them could be sampled, so it must have as many at least"
+            f"algo.teacher={path}: its vocabulary has {rows} rows, model.path={cfg.model.path} has {needed}, so an id "
+            "could be sampled that the teacher lacks; it must have as many rows at least"
         )
 
 
@@ -79,6 +85,6 @@ def check_tokens(cfg: Config, tokenizer) -> None:
         if known.get(token) != number:
             raise ValueError(
                 f"algo.teacher={path}: its tokenizer is another one: token {number} of model.path={cfg.model.path} is "
-                f"{token!r}, which the teacher has as {known.get(token, 'none of its tokens')}; it scores the very ids "
-                "that were sampled, so it has to know all tokens of the model by the same ids"
+                f"{token!r}, which the teacher has as {known.get(token)}; it scores the ids that were sampled, so it "
+                "must know all tokens of the model by the same ids"
             )

@@ -18,7 +18,8 @@ from grpo.parts.base import user_code
 from grpo.parts.data.ends import after_answer
 from grpo.parts.data.tokens import check_ids, missing_row
 from grpo.step.grading import TURNS, GradingPool, Outcome
-from rollout import Completion, Engine
+from grpo.step.records import REPLAYED
+from rollout import Completion, Engine, Trace
 
 FAILED = f"{TURNS} failed: "  # how the error of a sample begins whose environment failed
 
@@ -28,13 +29,13 @@ class Talk(NamedTuple):
 
     prompt: int
     number: int
-    said: Completion  # with the columns "turns", texts of model, environment, model, ..., and "state"
+    said: Completion  # its trace has the columns "turns", texts of model, environment, model, ..., and "state"
 
     def add(self, ids: list[int], logps: list[float], text: str) -> None:
         self.said.ids = self.said.ids + ids
         self.said.logps = self.said.logps + logps
-        self.said.turns.append(len(ids))
-        self.said.columns["turns"].append(text)
+        self.said.trace.turns.append(len(ids))
+        self.said.trace.columns["turns"].append(text)
 
 
 @dataclass
@@ -54,32 +55,40 @@ class Conversations:
 
         Each goes on as soon as its reply is there, while the engine samples the answers of others.
         """
-        talks = [
-            Talk(p, i, Completion([], [], False, columns={"turns": [], "state": {}}))
-            for p in range(len(prompts))
-            for i in range(n)
-        ]
+        talks = []
+        for p in range(len(prompts)):
+            for i in range(n):
+                said = Completion([], [], False, Trace(columns={"turns": [], "state": {}}))
+                talks.append(Talk(p, i, said))
+
         active = {*range(len(talks))}  # numbers of the conversations that have not ended
-        asked = range(len(talks))  # of those whose next answer is to be sampled
-        calls = {}  # {number: call of the environment} of those that await a reply
+        to_sample = [*range(len(talks))]  # those whose next answer is to be sampled
+        calls = {}  # {number: call of the environment}, those that await a reply
         steps = self.engine.steps(sampling)
         while active:
             requests = []
-            for number in asked:
+            for number in to_sample:
                 p, i, said = talks[number]
-                seed = turn_seed(seeds[p], i, len(said.turns) // 2)
+                seed = turn_seed(seeds[p], i, len(said.trace.turns) // 2)
                 requests.append((number, prompts[p] + said.ids, seed, max_tokens - len(said.ids)))
             self.engine.ask(requests, 1, sampling)
-            asked, ended = [], []
+
+            # An answer that ended by itself goes to the environment. One that was truncated ends its conversation.
+            to_sample, ended = [], []
             for number, (answer,) in next(steps):
                 self.add_answer(talks[number], answer)
                 if answer.finished:
                     calls[number] = self.call(talks[number])
                 else:
                     ended.append(number)
+
             for number, outcome in self.take_replies(calls, wait=len(calls) == len(active)):
                 goes_on = self.reply(talks[number], outcome, max_tokens)
-                (asked if goes_on else ended).append(number)
+                if goes_on:
+                    to_sample.append(number)
+                else:
+                    ended.append(number)
+
             active -= {*ended}
             for p in sorted({talks[number].prompt for number in ended}):
                 group = range(p * n, p * n + n)
@@ -88,15 +97,16 @@ class Conversations:
 
     def add_answer(self, talk: Talk, answer: Completion) -> None:
         talk.add(answer.ids, answer.logps, self.inputs.tokenizer.decode(answer.ids, skip_special_tokens=True))
-        if answer.nuclei is not None:
-            talk.said.nuclei = (talk.said.nuclei or []) + answer.nuclei
-        talk.said.routes = answer.routes  # of all tokens up to here
         talk.said.finished = answer.finished
-        talk.said.sampling += answer.sampling
+        trace = talk.said.trace
+        trace.requests += answer.trace.requests
+        for name, values in answer.trace.replay.items():
+            before = trace.replay.get(name)
+            trace.replay[name] = values if before is None else REPLAYED[name].join(before, values)
 
     def call(self, talk: Talk) -> Future | None:
         """Queue the environment's reply to the last answer; None on the engine's ranks that call no functions."""
-        rollout, columns = self.cfg.rollout, talk.said.columns
+        rollout, columns = self.cfg.rollout, talk.said.trace.columns
         if dist.get_rank() % rollout.tp:
             return None
         return self.pool.submit_turn(rollout.turns, columns["turns"][-1], self.rows[talk.prompt], columns["state"])
@@ -116,20 +126,23 @@ class Conversations:
 
     def reply(self, talk: Talk, outcome: Outcome, max_tokens: int) -> bool:
         """Add the environment's reply to the last answer; returns whether the model goes on."""
-        said = talk.said
+        said, trace = talk.said, talk.said.trace
         if outcome.status != "ok":
             error = FAILED + outcome.error if outcome.error else ""
-            said.failure = replace(outcome, error=error)
+            trace.failure = replace(outcome, error=error)
             return False
+
         text = outcome.parts["reply"]
-        said.columns["state"] = outcome.parts["state"]
-        if text is None or len(said.turns[::2]) == self.cfg.rollout.max_turns:
+        trace.columns["state"] = outcome.parts["state"]
+        if text is None or len(trace.turns[::2]) == self.cfg.rollout.max_turns:
             return False
+
         ids = reply_ids(text, said.ids[-1], self.inputs.tokenizer, self.cfg.data)
         problem = missing_row("its reply", ids, self.inputs.tokenizer, self.inputs.vocab_size)
         if problem:
-            said.failure = Outcome(status="error", error=FAILED + problem)
+            trace.failure = Outcome(status="error", error=FAILED + problem)
             return False
+
         said.finished = len(said.ids) + len(ids) < max_tokens  # there is room for one more token, of the model
         if said.finished:
             talk.add(ids, [0.0] * len(ids), text)
@@ -147,8 +160,10 @@ def reply_ids(text: str, last: int, tokenizer, data) -> list[int]:
 
 
 def turn_seed(seed: int, answer: int, turn: int) -> int:
-    """Seed of a turn of a prompt's answer; that of the first, turn 0, is as vLLM seeds several answers."""
-    return seed + answer if turn == 0 else int(np.random.SeedSequence([seed, answer, turn]).generate_state(1)[0])
+    """Seed of a turn of a prompt's answer."""
+    if turn == 0:
+        return seed + answer  # as vLLM seeds several answers to a prompt
+    return int(np.random.SeedSequence([seed, answer, turn]).generate_state(1)[0])
 
 
 def broadcast_in_engine(value: Any, tp: int) -> Any:
@@ -168,14 +183,17 @@ def check(cfg: Config, tokenizer, vocab_size: int, row: dict) -> None:
     if cfg.rollout.turns is None:
         return
     place = f"{TURNS}={cfg.rollout.turns}"
+
     function = user_code.load_function(TURNS, cfg.rollout.turns)
     try:
         inspect.signature(function).bind("text", {}, {})
     except TypeError as error:
         raise ValueError(f"{place}: {error}; it is called with (text, row, state)") from None
+
     taken = row.keys() & {"turns", "state"}
     if taken:
         raise ValueError(f"{place}: the data have a column {min(taken)!r}, a name of the conversation; rename it")
+
     try:
         ids = reply_ids("1", 0, tokenizer, cfg.data)
     except Exception as error:  # a template fails as code does, with any exception

@@ -3,7 +3,6 @@ transformers does with the same routes; where they are the trainer's own nothing
 
 import json
 from functools import partial
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,8 +10,8 @@ import torch
 
 from config import TrainingError, UserError
 from grpo.parts.base import versions
+from grpo.parts.model.routes import Routes
 from grpo.run.preflight import configuration
-from grpo.step import packing
 from tests.conftest import tiny_config
 from tests.layout_worker import one_layout
 from tests.oracle import layouts
@@ -29,16 +28,16 @@ LAYOUTS = {  # on 4 ranks
 
 def test_routes_end_to_end():
     """One above the expert's number, 0 for none: the first token of the second sample, whose prompt was cached."""
-    samples = [SimpleNamespace(routes=np.array(r, np.uint8)) for r in ([[[0, 1]], [[2, 0]]], [[[3, 1]]])]
-    found = packing.route_rows(samples, np.array([2, 2]))
+    samples = [np.array(r, np.uint8) for r in ([[[0, 1]], [[2, 0]]], [[[3, 1]]])]
+    found = Routes.concatenate(samples, np.array([2, 2])).experts
     assert found.tolist() == [[[1, 2]], [[3, 1]], [[0, 0]], [[4, 2]]] and found.dtype == torch.uint8
-    samples[1].routes = np.array([[[255, 1]]], np.uint8)  # of 256 experts
-    assert packing.route_rows(samples, np.array([2, 1])).max() == 256
+    samples[1] = np.array([[[255, 1]]], np.uint8)  # of 256 experts
+    assert Routes.concatenate(samples, np.array([2, 1])).experts.max() == 256
     with pytest.raises(TrainingError, match="routes for 2 tokens of a sample of 1"):
-        packing.route_rows(samples, np.array([1, 2]))
-    samples[1].routes = np.zeros((2, 1, 2), np.uint8)
+        Routes.concatenate(samples, np.array([1, 2]))
+    samples[1] = np.zeros((2, 1, 2), np.uint8)
     with pytest.raises(TrainingError, match="one expert twice"):
-        packing.route_rows(samples, np.array([2, 2]))
+        Routes.concatenate(samples, np.array([2, 2]))
 
 
 def test_what_cannot_be_replayed_is_refused(tiny, tmp_path, monkeypatch):

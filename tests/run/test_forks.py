@@ -1,4 +1,4 @@
-"""The patches in recipes/ apply to the sources as they are, and run; those of exercises/ apply (test_exercises.py).
+"""The patches in recipes/ apply to the sources as they are, and run; those of docs/exercises/ are in test_exercises.py.
 
 They apply with one line of context, so that edits nearby and line numbers do not matter. In a fork whose script differs
 from upstream's, a patch that does not apply is skipped (docs/forking.md says how a fork is told from upstream).

@@ -172,10 +172,10 @@ def planted(*args, **kwargs):
 """
 PLANTED = {  # name → (function, body of what stands there instead, what shows)
     "item": (
-        "bridge.token_logprobs", "args[1].sum().item(); return own(*args, **kwargs)", "planted.py planted waits",
+        "train_grpo.token_logprobs", "args[1].sum().item(); return own(*args, **kwargs)", "planted.py planted waits",
     ),
     "CPU tensor": (
-        "bridge.token_logprobs",
+        "train_grpo.token_logprobs",
         "mb = args[2]; return own(*args[:2], dataclasses.replace(mb, targets=mb.targets.cpu()), *args[3:], **kwargs)",
         "found at least two devices",
     ),

@@ -11,7 +11,7 @@ import megatron_bridge as bridge
 import train_grpo
 from grpo.run import clock, launch
 from grpo.run.preflight import configuration
-from rollout import Completion
+from rollout import Completion, Trace
 from tests.conftest import tiny_config
 
 
@@ -35,7 +35,7 @@ class PlainEngine:
             logp_V = (self.model(torch.tensor([prompt + ids])).logits[0, -1] / temperature).log_softmax(-1)
             ids.append(torch.multinomial(logp_V.exp(), 1, generator=generator).item())
             logps.append(logp_V[ids[-1]].item())
-        return Completion(ids, logps, ids[-1] == self.model.config.eos_token_id)
+        return Completion(ids, logps, ids[-1] == self.model.config.eos_token_id, Trace())
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], shards) -> None:
         self.model.load_state_dict(dict(weights), strict=False)

@@ -14,6 +14,7 @@ from grpo.parts.data.prompts import load_prompts
 from grpo.run import launch
 from grpo.run.preflight import configuration
 from grpo.step.teacher import with_teacher_prompts
+from rollout import Trace
 from tests.conftest import tiny_config, tiny_model, write_rows
 from tests.step.one_rank import weights
 
@@ -22,9 +23,9 @@ def test_another_model_gets_no_routes_of_the_policy():
     """It may have other layers and experts; the policy itself, as its own teacher, replays none."""
     routes = np.zeros((2, 4, 2), np.uint8)  # of two tokens in four layers, two experts each
     routes[..., 1] = 1
-    sample = train_grpo.Sample(0, [7], [1, 2], [-1.0, -2.0], True, "", "", routes=routes)
-    assert train_grpo.flatten(with_teacher_prompts([sample], is_policy=False)).routes is None
-    own = train_grpo.flatten(with_teacher_prompts([sample], is_policy=True)).routes
+    sample = train_grpo.Sample(0, [7], [1, 2], [-1.0, -2.0], True, "", "", Trace(replay={"routes": routes}))
+    assert train_grpo.flatten(with_teacher_prompts([sample], is_policy=False)).replay == {}
+    own = train_grpo.flatten(with_teacher_prompts([sample], is_policy=True)).replay["routes"].experts
     assert own.shape == (2, 4, 2) and not own.any()
 
 

@@ -12,7 +12,7 @@ import transformers
 from grpo.parts.data.ends import Ends, endless
 from grpo.step import turns
 from grpo.step.grading import GradingPool
-from rollout import Completion
+from rollout import Completion, Trace
 from tests.conftest import tiny_config
 from tests.pools import grade_with, pool_of
 
@@ -35,7 +35,7 @@ class Script:
             if self.asked:
                 number, _, seed, limit = self.asked.pop()
                 ids = [*self.tokenizer(str(seed)[-2:])["input_ids"], EOS][:limit]
-                ended = [(number, [Completion(ids, [-1.0] * len(ids), ids[-1] == EOS)])]
+                ended = [(number, [Completion(ids, [-1.0] * len(ids), ids[-1] == EOS, Trace())])]
             yield ended
 
 
@@ -64,13 +64,13 @@ def converse(world, tokenizer, tmp_path, request):
 def test_what_ends_a_conversation(converse):
     rows = [{"prompt": "1>", "say": "+"}, {"prompt": "2>", "say": "+" * 6}, {"prompt": "3>", "say": ""}]
     (short,), (long,), (mute,) = converse('return row["say"]', 10, rows, n=1, max_turns=3)
-    assert short.turns == [3, 1, 3, 1, 2] and not short.finished  # by the budget, in the third answer
-    assert long.turns == [3, 6, 1] and not long.finished
-    assert mute.turns == [3, 0, 3, 0, 3] and mute.finished  # by max_turns: no token budget cut it
+    assert short.trace.turns == [3, 1, 3, 1, 2] and not short.finished  # by the budget, in the third answer
+    assert long.trace.turns == [3, 6, 1] and not long.finished
+    assert mute.trace.turns == [3, 0, 3, 0, 3] and mute.finished  # by max_turns: no token budget cut it
     ((alone,),) = converse('state["seen"] = text; return "+" * 7', 10, rows[:1], n=1)
-    assert alone.turns == [3] and not alone.finished  # no room for an answer: what it said is dropped
+    assert alone.trace.turns == [3] and not alone.finished  # no room for an answer: what it said is dropped
     ((once,),) = converse('state["seen"] = text; return "+"', 10, rows[:1], n=1, max_turns=1)
-    assert once.turns == [3] and once.finished and once.columns["state"] == {"seen": "00"}
+    assert once.trace.turns == [3] and once.finished and once.trace.columns["state"] == {"seen": "00"}
 
 
 def test_conversations_do_not_depend_on_each_other(converse):
@@ -133,7 +133,7 @@ together = Conversations(engine, GradingPool(cfg.reward), inputs, cfg, rows)
 found, turns = {}, set()
 for p, group in together.generate(prompts, range(8), 2, cfg.rollout, 100):
     found[p] = [(talk.ids, talk.logps) for talk in group]
-    turns |= {len(talk.turns) for talk in group}
+    turns |= {len(talk.trace.turns) for talk in group}
     if len(found) == 7:
         Path("ENDED").touch()
 assert [*found][-1] == 0
@@ -171,11 +171,11 @@ def test_a_hostile_function_costs_one_sample(converse):
     body += "".join(f"    if row['name'] == {name!r}:\n        {code}\n" for name, (code, _, _) in HOSTILE.items())
     found = converse(body, 10, [{"prompt": "5>", "name": name} for name in HOSTILE], max_turns=2)
     for (good, bad), (_, status, message) in zip(found, HOSTILE.values(), strict=True):
-        assert good.failure is None and good.columns["turns"][1] == "+"
-        assert bad.turns == [3] and bad.failure.status == status and not bad.failure.parts
-        assert bad.failure.error.startswith("rollout.turns failed: ") == (status != "timeout")
-        assert re.search(message, bad.failure.error)
-    jobs = [("s", "5", "5", {}), *(("s", "5", "5", {}, None, bad.failure) for _, bad in found)]
+        assert good.trace.failure is None and good.trace.columns["turns"][1] == "+"
+        assert bad.trace.turns == [3] and bad.trace.failure.status == status and not bad.trace.failure.parts
+        assert bad.trace.failure.error.startswith("rollout.turns failed: ") == (status != "timeout")
+        assert re.search(message, bad.trace.failure.error)
+    jobs = [("s", "5", "5", {}), *(("s", "5", "5", {}, None, bad.trace.failure) for _, bad in found)]
     wanted = [("ok", 1), *((status, 0) for _, status, _ in HOSTILE.values())]
     assert [(o.status, sum(o.parts.values())) for o in grade_with("exact", jobs)] == wanted
 

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -99,10 +98,10 @@ def writer():
     return RolloutWriter()
 
 
-def made_up(text: str = "ab") -> SimpleNamespace:
+def made_up(text: str = "ab") -> dict:
     """A sample with what JSON does not know: float32, of which it has to be said which number of 64 bits it is."""
     logp = np.array([-0.1, -1e-7, -0.0, -12.5], np.float32)
-    return SimpleNamespace(ids=np.array([5, 150_000], np.int32), logp=logp, text=text, parts={"x": 0.1}, group=3)
+    return {"ids": np.array([5, 150_000], np.int32), "logp": logp, "text": text, "parts": {"x": 0.1}, "group": 3}
 
 
 def test_a_file_of_samples_is_what_json_makes_of_lists(writer, tmp_path):
@@ -111,16 +110,16 @@ def test_a_file_of_samples_is_what_json_makes_of_lists(writer, tmp_path):
     writer.finish()
     written = (tmp_path / "step_000001.jsonl").read_text(encoding="utf-8")
     assert "-1.0000000116860974e-7,-0.0,-12.5" in written and written.count("\n") == written.count("}\n") == 4
-    plain = {"ids": [5, 150_000], "logp": made_up().logp.tolist()}
+    plain = {"ids": [5, 150_000], "logp": made_up()["logp"].tolist()}
     rows = [json.loads(line) for line in written.split("\n")[:-1]]
     assert rows == [{**plain, "text": text, "parts": {"x": 0.1}, "group": 3} for text in texts]
 
 
 def test_a_run_that_fails_writes_its_last_samples(tmp_path):
     program = """if True:
-        import pathlib, sys, types
+        import pathlib, sys
         from grpo.parts.base.rollout_files import RolloutWriter
-        RolloutWriter().write(pathlib.Path(sys.argv[1]), [types.SimpleNamespace(text="last")])
+        RolloutWriter().write(pathlib.Path(sys.argv[1]), [{"text": "last"}])
         raise ValueError("the end")
     """
     done = subprocess.run([sys.executable, "-c", program, tmp_path / "a"], cwd=REPO, capture_output=True, text=True)

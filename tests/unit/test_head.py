@@ -61,7 +61,7 @@ def test_the_head_is_that_of_float64(world, monkeypatch, dtype, logits, fused, r
     own = (hidden.clone().requires_grad_(), weight.clone().requires_grad_())
     own[1].main_grad = torch.ones(weight.shape, device=ON)
     nuclei, is_out = nuclei_of(targets) if is_cut else ([], None)
-    row = SimpleNamespace(nuclei=[np.array(nuclei, "i4")], samples=[0], tokens=targets)
+    row = SimpleNamespace(replay={"nuclei": nucleus.Nuclei([np.array(nuclei, "i4")])}, tokens=targets)
     cuts = nucleus.places(row, np.ones(rows, bool), 0, V, CHUNK) if is_cut else None
     results = head.HeadLogp.apply(*own, targets, TEMPERATURE, True, logits, fused, cuts)
     grad_hidden, grad_weight = torch.autograd.grad(results, own, grads, retain_graph=not fused)

@@ -11,6 +11,7 @@ from config import UserError
 from grpo.parts.base.read_config import override
 from grpo.parts.engine.vllm_process import engine_options
 from grpo.parts.model import layers
+from grpo.parts.model.head import token_logprobs
 from grpo.parts.model.optimizer_state import main_weights
 from grpo.run.preflight import options
 from grpo.step.packing import pack
@@ -177,7 +178,7 @@ def test_an_fp32_head_rounds_no_logits(world, small):
         (chunk,) = build_model(override(small, {"model.fp32_head": fp32_head}))
         mb = pack(batch, [0], 6, "cpu")
         hidden = bridge.hidden_states(chunk, mb)
-        logp_T, _ = bridge.token_logprobs(chunk, hidden, mb, 1.0)
+        logp_T, _ = token_logprobs(chunk, hidden, mb, 1.0)
         head = bridge.unwrap_model(chunk).shared_embedding_or_output_weight()
         exact_TV = (hidden[:, 0].double() @ head.double().T).log_softmax(-1)
         exact_T = exact_TV.gather(1, mb.targets[0].long()[:, None])[:, 0] * mb.mask[0]

@@ -10,6 +10,7 @@ import torch
 from config import AlgoConfig, ParallelConfig
 from grpo.parts.model.attention import make_buckets
 from grpo.step import packing
+from rollout import Trace
 from tests.conftest import tiny_config
 from train_grpo import Sample, flatten, grpo_loss
 
@@ -103,10 +104,11 @@ def test_tokens_and_routes_decide_what_is_shared():
     assert batch.same_prompt_N.tolist() == [0, 0, 0, 0, 1, 1]  # groups of one prompt share it
     routes = [np.zeros((s.positions, 2, 1), np.uint8) for s in samples]
     routes[1][0] += 1  # vLLM sent the prompt's first token to another expert
-    batch = flatten([replace(s, routes=r) for s, r in zip(samples, routes, strict=True)])
+    batch = flatten([replace(s, trace=Trace(replay={"routes": r})) for s, r in zip(samples, routes, strict=True)])
     assert batch.same_prompt_N.tolist() == [0, 1, 0, 0, 2, 2]
     turns = answers([[1, 2]], 6, 6)
-    assert flatten([replace(s, turns=[0, 2, 4]) for s in turns]).prompts_N.tolist() == [4, 4]  # a turn of no token
+    batch = flatten([replace(s, trace=Trace(turns=[0, 2, 4])) for s in turns])  # the first turn has no token
+    assert batch.prompts_N.tolist() == [4, 4]
 
 
 def plan_rows(batch, cap, replicas=1, *overrides: str):

@@ -1,20 +1,12 @@
 """Files of samples: each is complete or absent, as it has a temporary name until it is on the disk."""
 
 import contextlib
-from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
 
 from grpo.parts.base.files import sync
-
-
-def as_row(sample) -> dict:
-    """The row of a Sample: its fields that are not None, but for routes and nuclei; those in `tokens` beside them."""
-    row = {key: value for key, value in vars(sample).items() if value is not None and key not in ("routes", "nuclei")}
-    return row | row.pop("tokens", {})
-
 
 # msgspec writes numbers ten times as fast as json, which would hold Python's lock (GIL) for a second of a large step.
 ENCODER = msgspec.json.Encoder(enc_hook=lambda array: array.tolist())
@@ -45,10 +37,10 @@ class RolloutWriter:
         self.thread = ThreadPoolExecutor(max_workers=1)
         self.last: Future | None = None
 
-    def write(self, path: Path, samples: Iterable) -> None:
-        """Begin to write all samples, as they are now, to `path`."""
+    def write(self, path: Path, rows: list[dict]) -> None:
+        """Begin to write the rows to `path`."""
         self.finish()
-        self.last = self.thread.submit(write_rows, path, [as_row(sample) for sample in samples])
+        self.last = self.thread.submit(write_rows, path, rows)
 
     def finish(self) -> None:
         """Wait until the last file is on the disk."""

@@ -47,7 +47,7 @@ def token_logprobs(
         hidden_M, weight = hidden_M.to(dtype), weight.to(dtype)
     fused = model.config.gradient_accumulation_fusion
     first = mpu.get_tensor_model_parallel_rank() * len(weight)  # id of this rank's first row
-    cuts = None if mb.nuclei is None else nucleus.places(mb, own_M, first, len(weight), LOGITS_CHUNK)
+    cuts = nucleus.places(mb, own_M, first, len(weight), LOGITS_CHUNK) if "nuclei" in mb.replay else None
     logp_M, entropy_M = head(hidden_M, weight, targets_M, temperature, with_entropy, dtype, fused, cuts, model.matches)
     return to_row(logp_M, rows_M, mb), to_row(entropy_M, rows_M, mb)
 

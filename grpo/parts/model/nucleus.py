@@ -1,6 +1,8 @@
 """Replay of the sampler's cut. With rollout.top_p or top_k vLLM draws a token from some ids alone, its nucleus, and the
-token's log-prob is of these. `nuclei` of a sample are those of the tokens that the model sampled, -1 after each.
+token's log-prob is over these ids.
 """
+
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -12,11 +14,47 @@ from grpo.parts.base.require import require
 LOW = -6e4  # a logit of probability 0, in fp16 too; finite, so that 0 times it is 0
 
 
+@dataclass(frozen=True)
+class Nuclei:
+    """The nuclei of samples: for each sample the nuclei of its tokens end to end, int32 ids, with -1 after each."""
+
+    ids: list[np.ndarray]
+
+    @classmethod
+    def concatenate(cls, ids: list[np.ndarray], lengths_N: np.ndarray) -> "Nuclei":
+        """Of a batch; `ids` of each sample."""
+        return cls(ids)
+
+    @staticmethod
+    def join(before: np.ndarray, ids: np.ndarray) -> np.ndarray:
+        """Of a conversation: those of its turns before, then of one more."""
+        return np.concatenate([before, ids])
+
+    def take(self, samples: list[int], index_F: torch.Tensor) -> "Nuclei":
+        return Nuclei([self.ids[n] for n in samples])
+
+    def row(self, samples: list[int], index_T: torch.Tensor, padding: int, device) -> "Nuclei":
+        return self.take(samples, index_T)
+
+    def of_positions(self) -> tuple:
+        """Prompts have none."""
+        return ()
+
+    def for_other_weights(self) -> "Nuclei":
+        """The same: all models compute their log-probs over the ids from which vLLM drew."""
+        return self
+
+    def mean_size(self) -> float:
+        """Mean number of ids in a nucleus."""
+        ids = np.concatenate(self.ids)
+        return len(ids) / (ids < 0).sum() - 1
+
+
 def places(mb, own_M: np.ndarray, first: int, vocab: int, chunk: int) -> list[torch.Tensor]:
     """Where the nuclei are in this rank's logits, [rows, vocab] of the ids from `first` on, in the rows that `own_M`
     chooses of mb.rows: of each `chunk` of rows, the places in the flattened logits.
     """
-    ids = np.concatenate([np.zeros(0, "i4"), *(mb.nuclei[n] for n in mb.samples)])
+    ids = np.concatenate([np.zeros(0, "i4"), *mb.replay["nuclei"].ids])
     is_end = ids < 0
     require(is_end.sum() == len(own_M), "a token in the mask was not drawn by vLLM: it has no nucleus", TrainingError)
     row = is_end.cumsum() - is_end  # of each id, among mb.rows

@@ -7,15 +7,67 @@ expert's number plus 1; 0 means no route, and the router chooses by itself, as i
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
+from config import TrainingError
+from grpo.parts.base.ranks import to_device
 from grpo.parts.model.attention import own_stripe  # before Megatron-core
 
 # isort: split
 from megatron.core import parallel_state as mpu
 from megatron.core.utils import unwrap_model
+
+
+@dataclass(frozen=True)
+class Routes:
+    """The routes of a batch, [F, layers, k], or of a micro-batch, [1, T, layers, k]; 0 is no route, else expert + 1."""
+
+    experts: torch.Tensor  # uint8 or int16
+
+    @classmethod
+    def concatenate(cls, routes: list[np.ndarray], lengths_N: np.ndarray) -> "Routes":
+        """Of a batch, from each sample's [tokens, layers, k], experts as vLLM numbers them, and number of positions.
+
+        vLLM returns routes for every token but the last, which are the sample's positions. Where it returns fewer (an
+        engine may not keep those of a cached prompt), they belong to the last positions, and the first have no route.
+        Raises TrainingError for more routes than positions, and for a route with the same expert twice.
+        """
+        largest = max(int(each.max(initial=0)) for each in routes)
+        experts = np.zeros((lengths_N.sum(), *routes[0].shape[1:]), np.uint8 if largest < 255 else np.int16)
+        for each, length, end in zip(routes, lengths_N, np.cumsum(lengths_N), strict=True):
+            if len(each) > length:
+                raise TrainingError(f"vLLM returned routes for {len(each)} tokens of a sample of {length} that predict")
+            if each.shape[2] > 1 and (each[..., 0] == each[..., 1]).any():
+                raise TrainingError(
+                    "vLLM returned a route with one expert twice: it did not note where each token went"
+                )
+            experts[end - len(each) : end] = each.astype(experts.dtype) + 1
+        return cls(torch.from_numpy(experts))
+
+    @staticmethod
+    def join(before: np.ndarray, routes: np.ndarray) -> np.ndarray:
+        """Of a conversation: those of its last turn, in which vLLM returns the routes of all tokens up to there."""
+        return routes
+
+    def take(self, samples: list[int], index_F: torch.Tensor) -> "Routes":
+        return Routes(self.experts[index_F])
+
+    def row(self, samples: list[int], index_T: torch.Tensor, padding: int, device) -> "Routes":
+        experts = self.experts[index_T]
+        padded = torch.cat([experts, experts.new_zeros(padding, *experts.shape[1:])])
+        return Routes(to_device(padded[None], device))
+
+    def of_positions(self) -> tuple:
+        """What a prompt's positions hold: prompts that took other routes are not the same."""
+        return (self.experts,)
+
+    def for_other_weights(self) -> "Routes":
+        """No routes: other weights' routers choose for themselves."""
+        return Routes(torch.zeros_like(self.experts))
 
 
 class Replay:
@@ -62,17 +114,17 @@ def routers(chunk) -> list[torch.nn.Module]:
 
 
 def set_routes(chunk, mb) -> None:
-    """Give the chunk's routers this rank's part of `mb.routes`, [1, T, layers, k] or None, before `mb` enters it."""
-    routes = None
-    if mb.routes is not None:
-        routes = own_stripe(mb.computed(mb.routes[0].movedim(0, -1)))  # [layers, k, C / cp]
-        if chunk.config.sequence_parallel:
-            group = mpu.get_tensor_model_parallel_group()
-            routes = routes.chunk(group.size(), dim=-1)[group.rank()]
-        routes = routes.movedim(-1, 1)  # [layers, tokens, k]
+    """Give the chunk's routers this rank's part of the routes of `mb`, before it enters the chunk."""
+    experts = mb.replay["routes"].experts[0]  # [T, layers, k]
+    routes = own_stripe(mb.computed(experts.movedim(0, -1)))  # [layers, k, C / cp]
+    if chunk.config.sequence_parallel:
+        group = mpu.get_tensor_model_parallel_group()
+        routes = routes.chunk(group.size(), dim=-1)[group.rank()]
+    routes = routes.movedim(-1, 1)  # [layers, tokens, k]
+
     for router in routers(chunk):
         replay = router.router_replay = router.router_replay or Replay()
-        replay.routes = None if routes is None else routes[router.layer_number - 1]
+        replay.routes = routes[router.layer_number - 1]
         replay.training = chunk.training
 
 

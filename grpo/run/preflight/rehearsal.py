@@ -22,7 +22,7 @@ def run(cfg: Config, flatten: Callable, add_advantages: Callable, loss_weights: 
     everyone = list(range(len(samples)))
     try:
         batch = flatten(samples, algo.mask_truncated)
-        unset = {name for name, value in vars(batch).items() if value is None} - {"routes", "nuclei"}
+        unset = {name for name, value in vars(batch).items() if value is None}
         batch = replace(batch, **dict.fromkeys(unset, batch.rollout_logp))  # log-probs, and fields of a fork
         batch = add_advantages(samples, batch, algo, RewardConfig())
         batch = replace(batch, weights=loss_weights(batch, everyone, algo.loss_norm, cfg.norm_length))
