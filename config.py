@@ -71,7 +71,7 @@ class ModelConfig(Section):
 class DataConfig(Section):
     # file, glob, folder or hub name:split, a list of them, or {name: weight} of data sets to mix; see docs/data.md
     train: str | list[str] | dict[str, Positive]
-    eval: str | list[str] | None = None  # like train, but for weights; for train.eval_every and --evaluate
+    eval: str | list[str] | None = None  # like train, without weights; used by train.eval_every and --evaluate
     custom: str | None = None  # path/to/file.py:function that yields the rows of each name in train and eval
     split: str = "train"  # of a hub data set or folder whose name gives no split
     prompt_key: str = "prompt"  # column with text or chat messages; this and the next three may be nested: a.b
@@ -167,7 +167,7 @@ class AlgoConfig(Section):
     # where vLLM and the trainer differ
     correction: str = "none"  # importance correction of vLLM against the trainer, a name of CORRECTION_BOUNDS
     correction_level: Literal["token", "sequence"] = "token"  # for tis and icepop
-    correction_low: NotNegative | None = None  # bounds; null: those of CORRECTION_BOUNDS
+    correction_low: NotNegative | None = None  # bounds; null takes them from CORRECTION_BOUNDS
     correction_high: NotNegativeOrInf | None = None  # as correction_low
     replay_routes: bool = False  # MoE: train with the experts that vLLM chose for each token; docs/models.md
 
@@ -241,7 +241,7 @@ class LoraConfig(Section):
 class LogConfig(Section):
     tensorboard: bool = False  # scalars, histograms and answers for TensorBoard, in output_dir/tensorboard
     wandb: bool = False  # the same for Weights & Biases, set up by its variables: WANDB_MODE, WANDB_PROJECT, ...
-    samples_every: Whole = 0  # print a few answers every so many steps; 0: never, and every 20 steps in the trackers
+    samples_every: Whole = 0  # steps between prints of a few answers; 0: never, and every 20 steps in the trackers
 
 
 class ProfileConfig(Section):

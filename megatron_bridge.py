@@ -158,7 +158,7 @@ def transformer_config(
 
 
 def architecture_options(hf) -> dict:
-    """Fields of TransformerConfig that follow from the architecture alone, those of experts aside."""
+    """Fields of TransformerConfig that follow from the architecture alone, without those for experts."""
     rules = FAMILIES[hf.architectures[0]]
     window = sliding_window(hf)
 
@@ -505,7 +505,7 @@ COMMON = {
     "self_attention.linear_proj.weight": ("cols", ["self_attn.o_proj.weight"]),
     "pre_mlp_layernorm.weight": ("copy", ["post_attention_layernorm.weight"]),
 }
-LINEAR_ATTENTION = {  # in place of those of self_attention
+LINEAR_ATTENTION = {  # in place of the rules for self_attention
     "self_attention.linear_qkv.weight": ("delta", [f"linear_attn.in_proj_{x}.weight" for x in ("qkv", "z", "b", "a")]),
     "self_attention.conv": ("conv", ["linear_attn.conv1d.weight"]),
     "self_attention.A_log": ("rows", ["linear_attn.A_log"]),
@@ -732,7 +732,7 @@ def hf_shards(model: list) -> Iterator[tuple[str, int, torch.Tensor]]:
             yield parts[0], number, held
             continue
 
-        # The rows of each group of heads are those of the first parts, then those of the others.
+        # Each group of heads has the rows of the first parts, then the rows of the other parts.
         _, rows = row_blocks(join, hf)
         first = 2 if join == "delta" else 1  # number of the first parts
         group = sum(map(sum, rows))
@@ -853,7 +853,7 @@ def copy_weights(model: list, on: str = "gpu") -> list[torch.Tensor]:
 
 @contextlib.contextmanager
 def swapped_weights(model: list, weights: list[torch.Tensor] | None) -> Iterable[None]:
-    """Run the model with `weights` (as `copy_weights` gave them; None: its own) inside the block, then restore its own.
+    """Run the model with `weights`, which `copy_weights` gave, inside the block; None keeps its own.
 
     Weights on the host are copied to the GPU for the duration of the block.
     """

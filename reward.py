@@ -27,7 +27,7 @@ def exact(text: str, answer: str, row: dict) -> float:
 
 
 def gsm8k(text: str, answer: str, row: dict, strict: bool = False) -> float:
-    """1 if the final number of the response equals that of the reference answer; else 0.
+    """1 if the final number of the response equals the final number of the reference answer; else 0.
 
     `strict`: a response without "####" is 0, whatever its last number is.
     """
@@ -46,7 +46,7 @@ NUMBER = re.compile(rf"((?:(?<![\d.])[-−]\s?)?\$?\s?{UNSIGNED})(?:/({UNSIGNED}
 
 
 def final_number(text: str) -> Decimal | None:
-    """The number after the last "####", or the last number of a text without it; None if there is none.
+    """The number after the last "####", or the last number of a text without it; None if there is no number.
 
     Separators, "$" and units are dropped.
     """
@@ -175,7 +175,7 @@ def matches_format(text: str, answer: str, row: dict, pattern: str = THINK, row_
 def length_penalty(text: str, answer: str, row: dict, limit: int, buffer: int = 0, unit: str = "characters") -> float:
     """0 up to `limit` characters or words, then falling linearly to -1 at `limit` + `buffer` (0: another `limit`)."""
     if unit not in ("characters", "words"):
-        raise ValueError(f"length: unit={unit!r}; legal are characters, words")
+        raise ValueError(f"length: unit={unit!r}: must be characters or words")
     count = len(text) if unit == "characters" else len(text.split())
     return -min(1.0, max(0, count - limit) / (buffer or limit))
 

@@ -27,14 +27,14 @@ from grpo.parts.engine.vllm_process import (
 )
 
 # Of vLLM's SamplingParams, written beside each answer. With n > 1 answer i is sampled with `seed` + i.
-ASKED = ("seed", "temperature", "top_p", "top_k", "max_tokens", "stop", "stop_token_ids")
+SETTINGS = ("seed", "temperature", "top_p", "top_k", "max_tokens", "stop", "stop_token_ids")
 
 
 @dataclasses.dataclass
 class Trace:
     """How an answer came about, besides its tokens. A field is empty where nothing of its kind happened."""
 
-    requests: list[dict] = dataclasses.field(default_factory=list)  # what vLLM was asked, for each turn of the model
+    requests: list[dict] = dataclasses.field(default_factory=list)  # the settings of vLLM for each turn of the model
     # What the trainer replays of the sampler, by name, as records.REPLAYED lists it: "routes", "nuclei".
     replay: dict[str, ndarray] = dataclasses.field(default_factory=dict)
     # With rollout.turns:
@@ -108,7 +108,7 @@ class Engine:
             let_segments_grow()
         self.return_routes = return_routes
         self.collect = lean.own_loop if return_routes or self.returns_nuclei else lean.choose_loop(self.llm.llm_engine)
-        self.asked = {}  # {number of a request: what vLLM was asked}
+        self.requests = {}  # {number of a request: its settings}
         self.sleeps = on_gpu and rollout.vllm.get("enable_sleep_mode", True)
         self.sleep_level = rollout.sleep_level
         self.push_check = PushCheck(tp, self.llm)
@@ -133,7 +133,9 @@ class Engine:
         top_k, stop and stop_token_ids; `max_tokens`: of an answer, which has all tokens up to the one in which a text
         of `stop` ends. Raises RankError if no weights were pushed since `sleep`.
         """
-        self.ask([(i, *asked, max_tokens) for i, asked in enumerate(zip(prompts, seeds, strict=True))], n, sampling)
+        pairs = zip(prompts, seeds, strict=True)
+        self.ask([(i, prompt, seed, max_tokens) for i, (prompt, seed) in enumerate(pairs)], n, sampling)
+
         steps = self.steps(sampling)
         left = len(prompts)
         while left:
@@ -163,7 +165,7 @@ class Engine:
                 include_stop_str_in_output=True,
             )  # fmt: skip
             # Read back: the constructor changes values.
-            self.asked[number] = {name: getattr(params, name) for name in ASKED}
+            self.requests[number] = {name: getattr(params, name) for name in SETTINGS}
             engine.add_request(str(number), {"prompt_token_ids": ids}, params)
 
         if sampling.stop:
@@ -172,7 +174,7 @@ class Engine:
     def steps(self, sampling) -> Iterator[list[tuple[int, list[Completion]]]]:
         """Yield the (number, answers) of the requests that end in each step of the engine, also if none is left.
 
-        Between two steps `ask` may add others. `sampling` is that of all requests.
+        Between two steps `ask` may add others. All requests have the same `sampling`.
         """
         collect = lean.own_loop if sampling.stop else self.collect
         wants_nuclei = self.returns_nuclei and isinstance(sampling, RolloutConfig)  # nobody trains on an evaluation
@@ -183,12 +185,12 @@ class Engine:
             ended = []
             for output in outputs:
                 number = int(output.request_id)
-                asked = self.asked.pop(number)
+                request = self.requests.pop(number)
                 answers = []
                 for answer in output.outputs:
                     replay = self.replay_of(answer, wants_nuclei)
                     finished = answer.finish_reason == "stop"
-                    trace = Trace(requests=[asked], replay=replay)
+                    trace = Trace(requests=[request], replay=replay)
                     answers.append(Completion(list(answer.token_ids), answer.logprobs, finished, trace))
                 ended.append((number, answers))
             yield ended

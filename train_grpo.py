@@ -66,7 +66,7 @@ class Run:
     model: list  # Megatron's model chunks on this rank: one, or parallel.vpp
     optimizer: object  # Megatron's, its state sharded over the replicas
     reference: list[Tensor] | None  # weights of the reference model; None without a KL
-    teacher: teacher.Teacher | None  # None: no distillation
+    teacher: teacher.Teacher | None  # None without distillation
     grading: grading.GradingPool
     writer: checkpoint.CheckpointWriter
     guard: guard.Guard
@@ -446,7 +446,7 @@ def add_advantages(
     for sample, advantage in zip(samples, advantages_N.tolist(), strict=True):
         sample.advantage = advantage
 
-    if batch.teacher_logp is not None:  # on-policy distillation: arXiv 2306.13649, its reverse KL at the sampled token
+    if batch.teacher_logp is not None:  # on-policy distillation: reverse KL at the sampled token, arXiv 2306.13649
         advantages_F = advantages_F - algo.teacher_coef * (batch.old_logp - batch.teacher_logp)
     return replace(batch, advantages=advantages_F)
 
@@ -459,7 +459,7 @@ def group_advantages(
 ) -> np.ndarray:
     """Advantage of each answer against its own group, 0 in a group of equal rewards; [N] each → [N] float64.
 
-    With mean m and std s (ddof 1) of the group of G answers, m', s' those of the other G - 1:
+    With mean m and std s (ddof 1) of the group of G answers, m' and s' of the other G - 1:
 
       grpo          (r - m) / (s + 1e-6)           DeepSeekMath, arXiv 2402.03300, 4.1.2; ddof and eps as in verl
       dr_grpo       r - m                          Dr. GRPO, arXiv 2503.20783, 3.2
@@ -671,7 +671,7 @@ def grpo_loss(mb: MicroBatch, logp_T: Tensor, entropy_T: Tensor, algo: AlgoConfi
     mask_T = mb.mask[0].float()
     weight_T = mb.weights[0]
     rollout_logp_T = mb.rollout_logp[0]
-    # With one update a step the policy has not moved since it sampled: the ratio is 1 and its gradient that of logp.
+    # With one update a step the policy has not moved since it sampled: the ratio is 1 and has the gradient of logp.
     old_logp_T = logp_T.detach() if mb.old_logp is None else mb.old_logp[0]
     trainer_logp_T = logp_T.detach() if algo.old_logp == "rollout" else old_logp_T  # never vLLM's
 
@@ -831,7 +831,7 @@ def token_kl(logp_T: Tensor, ref_logp_T: Tensor, kind: str) -> Tensor:
     """Estimate of KL(policy || reference) at each token, from the sampled token alone; [T], [T] → [T].
 
     With d = ref - logp:  k1 = -d,  k2 = d^2 / 2,  k3 = exp(d) - d - 1 with d clamped to ±20 and the result to ±10;
-    k3+ has the value of k3 and the gradient of k2, whose expectation is that of the true KL.
+    k3+ has the value of k3 and the gradient of k2, which in expectation is the gradient of the true KL.
     Source: Schulman, "Approximating KL divergence" (2020); clamps and k3+ as in verl.
     """
     d_T = ref_logp_T - logp_T

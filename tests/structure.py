@@ -16,6 +16,9 @@ from pathlib import Path
 SCRIPT = "train_grpo.py"
 TOP = (SCRIPT, "config.py", "megatron_bridge.py", "rollout.py", "reward.py")
 FUNCTION_LINES = 60
+# Rhythm: the share of functions of LONG lines or more, in the core and the oracle, that have neither a blank line nor a
+# comment line; and tokens a line of code in the five top files.
+LONG, WITHOUT_PARAGRAPH, TOKENS_A_LINE = 15, 0.2, 9.5
 # Tokens of code of a wing: Python's tokens without comments, blank lines and docstrings, which are free; of recipes the
 # lines that they add; of "docs" the words. These numbers only fall: a commit that deletes lowers them to what is left,
 # and one that adds says in its message what left for it.
@@ -159,6 +162,45 @@ def over_budget(sizes: dict[str, int]) -> list[str]:
     ]
 
 
+# ---------------------------------------------------------------- rhythm
+
+
+def long_bodies(path: Path) -> Iterator[tuple[ast.FunctionDef, list[str]]]:
+    """The functions of a file with LONG lines or more after their docstring, and these lines."""
+    lines = path.read_text().splitlines()
+    for node in ast.walk(parse(path)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            first = node.body[1] if is_docstring(node.body[0]) and len(node.body) > 1 else node.body[0]
+            body = lines[first.lineno - 1 : node.end_lineno]
+            if len(body) >= LONG:
+                yield node, body
+
+
+def without_paragraphs(root: Path) -> tuple[int, list[str]]:
+    """(number of long functions, those without a blank line or a comment line) of the core and the oracle."""
+    count, found = 0, []
+    for path in [*core(root), *sorted((root / "oracle").glob("*.py"))]:
+        for node, body in long_bodies(path):
+            count += 1
+            if all(line.strip() and not line.strip().startswith("#") for line in body):
+                found.append(f"{path.relative_to(root)}:{node.lineno}: {node.name} has no paragraph")
+    return count, found
+
+
+def tokens_a_line(paths: list[Path]) -> float:
+    """Tokens of code of the files for each line of code."""
+    total, lines = 0, 0
+    for path in paths:
+        free = {line for doc in docstrings(parse(path)) for line in range(doc.lineno, doc.end_lineno + 1)}
+        code = set()
+        for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
+            if token.type not in FREE and token.start[0] not in free:
+                total += 1
+                code.update(range(token.start[0], token.end[0] + 1))
+        lines += len(code)
+    return total / lines
+
+
 # ---------------------------------------------------------------- floors
 
 # A folder of grpo/, rewards/ or a top file → its floor. An import leads to the same folder or to a lower floor.
@@ -238,6 +280,10 @@ def uncalled(root: Path) -> list[str]:
 
 def main(root: Path) -> None:
     print("".join(f"{line}\n" for path in core(root) for line in check_file(root, path)), end="")
+    count, dull = without_paragraphs(root)
+    print("\n".join(dull))
+    top = tokens_a_line([root / name for name in TOP])
+    print(f"{len(dull)} of {count} long functions without a paragraph; {top:.1f} tokens a line in the five files")
     print("\n".join(check_legend(root) + uncalled(root) + check_floors(root) + over_budget(weights(root))))
     print("  ".join(f"{name} {size}/{BUDGET.get(name, 0)}" for name, size in weights(root).items()))
 

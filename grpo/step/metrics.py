@@ -57,7 +57,8 @@ def compared_updates(cfg: Config) -> int:
     """In how many updates of a step, from the first, the log-probs of trainer and vLLM are compared.
 
     A comparison needs the trainer's log-probs under the weights that vLLM sampled with. With algo.old_logp=trainer all
-    updates have them as old log-probs, and those of one epoch see each token once. Else only the first update has them.
+    updates have them as old log-probs, and the updates of one epoch see each token once. Else only the first update
+    has them.
     """
     return cfg.train.updates_per_step if cfg.algo.old_logp == "trainer" else 1
 
@@ -68,7 +69,7 @@ PHASES = ("wait", "rollout", "reward", "gather", "sleep", "logprob", "train", "s
 
 # Metric → the entry of the updates' reports that it is the mean of. Over the response tokens of the first update:
 REFERENCE = {"kl/ref": "k3", "kl/k1": "k1", "kl/k2": "k2"}
-# Over those of all updates in which trainer and vLLM are compared:
+# Over the response tokens of all updates in which trainer and vLLM are compared:
 COMPARED = {
     "logp_gap/mean": "gap", "logp_gap/above_0.01": "gap_above_0.01", "logp_gap/above_0.1": "gap_above_0.1",
     "logp_gap/above_1": "gap_above_1", "mismatch/k3": "gap_k3", "mismatch/cut_frac": "outside",
@@ -80,8 +81,8 @@ UPDATES = {"pack/fill": "fill", "pack/attention_waste": "attention_waste", "pipe
 def summarize(collected: Collected, reports: list[dict], seconds: dict, batch: Batch, model: list, cfg: Config) -> dict:
     """The metrics of a step, named as in docs/metrics.md; None where one does not apply.
 
-    `cfg` is the configuration as the step used it. `reports` are those of the updates, `seconds` those of each phase
-    and of "step".
+    `cfg` is the configuration as the step used it. There is a report for each update, and `seconds` for each phase and
+    for "step".
     """
     hf = model[0].hf_config
     numbers = {"lr": cfg.train.lr}
@@ -108,7 +109,7 @@ def summarize(collected: Collected, reports: list[dict], seconds: dict, batch: B
 
 
 def sample_metrics(collected: Collected, has_turns: bool) -> dict[str, float | None]:
-    """Rewards, of each source too; groups; tokens a sample, those of environments None without rollout.turns."""
+    """Rewards, also by source; groups; tokens of a sample, and of its environment with rollout.turns."""
     samples = collected.samples
     groups = {s.group for s in samples}
     reward_N = np.array([s.reward for s in samples])
@@ -186,13 +187,13 @@ def update_metrics(reports: list[dict[str, float]], batch: Batch, cfg: Config) -
 
 
 def report_mean(name: str, reports: list[dict[str, float]], over: str = "tokens") -> float:
-    """The sum of the entry `name` over the reports of updates, divided by that of the entry `over`, a count."""
+    """The sum of the entry `name` over the reports of updates, divided by the sum of the entry `over`, a count."""
     count = sum(r[over] for r in reports)
     return sum(r[name] for r in reports) / max(count, 1)
 
 
 def route_metrics(samples: list[Sample], report: dict) -> dict[str, float]:
-    """Of algo.replay_routes. `report`: that of the step's first update, which uses the weights of vLLM."""
+    """Metrics of replayed routes. `report` is of the step's first update, which uses the weights of vLLM."""
     first = {}  # routes of the prompt in the first answer of each group
     unlike = 0
     for s in samples:
@@ -337,7 +338,7 @@ def by_source(samples: list[Sample]) -> dict[str, list[Sample]]:
 
 
 def model_lengths(samples: list[Sample]) -> np.ndarray:
-    """Tokens of each response that the model sampled, [N]; those of an environment do not count."""
+    """Tokens of each response that the model sampled, without the tokens of an environment, [N]."""
     return np.array([sum(s.turns[::2]) for s in samples])
 
 

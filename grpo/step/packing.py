@@ -22,8 +22,8 @@ from grpo.step.records import Batch, MicroBatch, Rows
 # positions that it attends to. By its operations TOKEN would be about 18 × hidden, by the time of its kernels less. It
 # is a low round number, since padding also costs memory traffic. Only the plan depends on it, never a result.
 TOKEN = 4096
-ROW_TOKENS = 2048  # a shorter row is taken to cost as much: on a GPU its time is that of kernel launches
-ROW_START = 128  # and each row costs as much as so many tokens besides, so that the plan has few
+ROW_TOKENS = 2048  # a shorter row is taken to cost as much, since on a GPU kernel launches take its time
+ROW_START = 128  # tokens that each row costs besides, so that the plan has few rows
 # A position that is a copy counts as so much of a computed one. Its key and value are stored for each answer: at most
 # 4 of the 34 × hidden bytes of activations of a layer (arXiv 2205.05198).
 COPY = 1 / 8

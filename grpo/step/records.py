@@ -53,7 +53,7 @@ class Sample:
         return np.repeat(np.arange(len(self.turns)) % 2 == 0, self.turns)  # turns of model and environment alternate
 
     def as_row(self) -> dict:
-        """The row of rollouts/: the fields that are not None, the turns, and what vLLM was asked for each of its."""
+        """The row of rollouts/: the fields that are not None, the turns, and vLLM's settings for each answer."""
         row = {name: value for name, value in vars(self).items() if value is not None}
         del row["trace"], row["tokens"]
         return row | {"turns": self.turns, "sampling": self.trace.requests} | self.tokens

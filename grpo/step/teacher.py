@@ -16,7 +16,7 @@ SELF = "self"  # algo.teacher: the model's own present weights
 
 @dataclass
 class Teacher:
-    """The chunks of a model, and its weights where they are offloaded to the host (None: they are in the model)."""
+    """The chunks of a model, and its weights if they are offloaded to the host."""
 
     model: list
     weights: list[torch.Tensor] | None = None

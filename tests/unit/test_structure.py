@@ -33,6 +33,12 @@ def test_the_tree_is_plain():
     assert not structure.over_budget(structure.weights(REPO)), "no wing is above its budget"
 
 
+def test_the_code_has_paragraphs():
+    count, dull = structure.without_paragraphs(REPO)
+    assert len(dull) <= structure.WITHOUT_PARAGRAPH * count, "\n".join(dull)
+    assert structure.tokens_a_line([REPO / name for name in structure.TOP]) <= structure.TOKENS_A_LINE
+
+
 def test_every_wing_has_a_line_on_the_page_of_forks():
     wings = {place.rpartition("/")[2] for place in structure.FLOORS if place.startswith("grpo/")} | {"parts"}
     assert set(re.findall(r"^ +(\w+)/ ", (REPO / "docs/forking.md").read_text(), flags=re.MULTILINE)) == wings
