@@ -30,7 +30,7 @@ SMALL = {"rollout.prompts_per_step": 2, "rollout.group_size": 6}  # in the step 
 
 # The text, with {names} of values and [[FILE FUNCTION LINES: START]] where it quotes code: so many lines of a function,
 # at least a whole statement, from the line that START stands in.
-TEMPLATE = REPO / "docs/make/walkthrough.template.md"
+TEMPLATE = REPO / "docs/make/walkthrough.template"
 QUOTE = re.compile(r"^\[\[(\S+) (\S+) (\d+): (.+)\]\]$", re.MULTILINE)
 QUOTES = [(file, function, int(count), start) for file, function, count, start in QUOTE.findall(TEMPLATE.read_text())]
 QUOTED = re.compile(r"\[([\w/]+\.py)\]\(\S+\), in `([\w.]+)`:\n```python\n.*?```", re.DOTALL)
@@ -39,7 +39,7 @@ SIMPLE = ast.Assign | ast.Return | ast.Expr
 
 def quote(file: str, function: str, count: int, start: str) -> str:
     """The lines of one of QUOTES as they are now, under a link to their file. Raises LookupError."""
-    change = "change docs/make/walkthrough.template.md"
+    change = "change docs/make/walkthrough.template"
     text = (REPO / file).read_text()
     scope: ast.AST = ast.parse(text)
     for part in function.split("."):
@@ -258,13 +258,8 @@ def model(v: SimpleNamespace) -> dict:
     """Values of part 6."""
     sampled_T = v.mb.rollout_logp[0]
     gap_T = (v.logp_T - sampled_T).abs() * v.mb.mask[0]
-    rows = []
-    for t in v.places[v.followed]:
-        numbers = [f"{v.logp_T[t]:.6f}", f"{sampled_T[t]:.6f}", f"{gap_T[t]:.0e}"]
-        rows.append([v.names[v.mb.targets[0, t]], *numbers])
     return {
         "vocabulary": len(v.names),
-        "logprob_table": make_table("target | trainer | vLLM | difference", rows),
         "largest_gap": gap_T.max().item(),
     }
 
@@ -276,15 +271,10 @@ def loss(v: SimpleNamespace) -> dict:
     for t in v.places[v.followed]:
         numbers = [column_T[t].item() for column_T in columns_T]
         tokens.append([v.names[v.mb.targets[0, t]], *numbers])
-    answers = []
-    for n, s in enumerate(v.kept):
-        places = v.places[n]
-        answers.append([n, s.group, s.advantage, len(places), v.loss_T[places].sum().item()])
     head = f"target | log-prob | ratio | A | L | entropy H | L − {v.cfg.algo.entropy_coef:g} H"
     count = int(v.report["denominator"])
     return {
         "token_table": make_table(head, tokens),
-        "loss_table": make_table("answer | group | advantage | tokens | sum of their losses", answers),
         "loss_sum": v.loss_sum,
         "trained_tokens": count,
         "loss": v.loss_sum / count,
