@@ -107,7 +107,7 @@ def test_who_may_teach(larger, tiny, tmp_path, offline):
     prepare(f"algo.teacher={tmp_path / 'more'}")
     for folder, message in {
         "shuffled": r"algo\.teacher=.*: its tokenizer is another one: token 2 of model\.path=.* is '0', which",
-        "few": r"algo\.teacher=.*: its vocabulary has 15 rows, that of model\.path=.* 16",
+        "few": r"algo\.teacher=.*: its vocabulary has 15 rows, model\.path=.* has 16",
         "nowhere": r"algo\.teacher=.*nowhere",
     }.items():
         with pytest.raises(UserError, match=message):
