@@ -6,7 +6,6 @@ import shutil
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
@@ -179,11 +178,11 @@ def test_a_checkpoint_gets_its_name_after_the_samples_before_it(world, tmp_path,
         write_at_once(*job)
 
     wrap(monkeypatch, rollout_files, "write_rows", write_slowly)
-    writer.start(2, {"step": 2, "of a fork": np.array([0.1, 2.0], np.float32)}, sharded("weight"))
+    writer.start(2, {"step": 2}, sharded("weight"))
     writer.rollouts.write(tmp_path / "samples.jsonl", [])
     state = json.loads((writer.finish() / "state.json").read_text())
     assert named == [False] and (tmp_path / "samples.jsonl").exists()
-    assert state == {"step": 2, "of a fork": [float(np.float32(0.1)), 2.0]}
+    assert state == {"step": 2}
 
 
 @pytest.mark.parametrize(
@@ -211,7 +210,7 @@ def test_what_nobody_reads_is_an_error(world, tmp_path):
     read_sharded(path, sharded("param.a", "param.b", "past_1.a"), others=["critic"])
     with pytest.raises(CheckpointError, match=r"nobody reads param\.b; it was saved from another model"):
         read_sharded(path, sharded("param.a"))
-    with pytest.raises(CheckpointError, match=r"nobody reads critic\.param\.a and 1 more"):
+    with pytest.raises(CheckpointError, match=r"nobody reads critic\.param\.a; it was saved from another model"):
         read_sharded(path, sharded("param.a", "param.b"), others=[])
 
 
@@ -221,6 +220,6 @@ def test_a_save_without_each_number_once_is_no_checkpoint(world, tmp_path):
         check_coverage([[("w@0,0", 8, 16)], [("w@0,0", 8, 16)]])
     writer = CheckpointWriter(tmp_path, keep_last=1, keep_every=0)
     writer.start(1, {}, {"half": ShardedTensor.from_rank_offsets("w", torch.ones(4, 4), (0, 1, 2))})
-    with pytest.raises(CheckpointError, match=r"w has 16 of 32 elements; earlier checkpoints are unchanged"):
+    with pytest.raises(CheckpointError, match=r"w has 16 of 32 elements\. Earlier checkpoints are unchanged"):
         writer.finish()
     assert not list(tmp_path.glob("step_*"))

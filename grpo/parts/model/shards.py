@@ -1,10 +1,9 @@
 """Sharded tensors, as Megatron-core's ShardedTensor describes them, in safetensors files that any layout can read."""
 
 import contextlib
-import itertools
 import json
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
@@ -18,7 +17,8 @@ from grpo.parts.base.files import digest_file, split_by_bytes, sync
 from grpo.parts.base.ranks import gather
 from grpo.parts.base.require import require
 
-FILE_BYTES = 1 << 30  # size of a file, about; so many bytes are in memory twice while it is written
+FILE_BYTES = 1 << 30  # the approximate size of a file, which is in memory twice while it is written
+Sharded = ShardedTensor | ShardedTensorFactory  # of a model, as Megatron describes it
 Shard = tuple[str, torch.Tensor, tuple[int, ...]]  # "key@offset", the values, shape of the whole tensor
 
 
@@ -27,8 +27,8 @@ class CheckpointError(TrainingError):
 
 
 @contextlib.contextmanager
-def fail_together(what: str = "") -> Iterator[None]:
-    """Where the block fails on a rank, raise CheckpointError on every rank: `what`, and the failure of the lowest one.
+def fail_together(what=""):
+    """If the block fails on a rank, raise CheckpointError on every rank, with `what` and the lowest rank's failure.
 
     Every rank enters the block, which has no collectives.
     """
@@ -42,53 +42,66 @@ def fail_together(what: str = "") -> Iterator[None]:
             raise CheckpointError(f"{what}{text} (rank {rank})")
 
 
-# ---------------------------------------------------------------- writing
-
-
-def expand_factory(tensor: ShardedTensor | ShardedTensorFactory) -> list[ShardedTensor]:
+def expand_factory(tensor: Sharded) -> list[ShardedTensor]:
     """The sharded tensors that a factory makes, such as gate and up of a fused weight; any other tensor itself."""
     return tensor.build() if isinstance(tensor, ShardedTensorFactory) else [tensor]
 
 
-def copy_shards(sharded: dict[str, ShardedTensor | ShardedTensorFactory]) -> list[Shard]:
-    """Copies in host memory of the shards this rank has to save: those of which it holds the main replica."""
+def shard_shape(tensor) -> tuple:
+    """Shape of a shard with all axes of the whole tensor: Megatron leaves out leading axes of size 1."""
+    return (1,) * tensor.prepend_axis_num + tuple(tensor.local_shape)
+
+
+# ---------------------------------------------------------------- writing
+
+
+def copy_shards(sharded: dict[str, Sharded]) -> list[Shard]:
+    """Copies in host memory of the shards that this rank has to save, because it has their main replica."""
     shards = []
     for tensor in sharded.values():
         for part in expand_factory(tensor):
             if is_main_replica(part.replica_id):
-                name = f"{part.key}@{','.join(map(str, part.global_offset))}"
+                offset = ",".join(map(str, part.global_offset))
                 values = part.data.detach().to("cpu", copy=True).view(shard_shape(part))
-                shards.append((name, values, tuple(part.global_shape)))
+                shards.append((f"{part.key}@{offset}", values, tuple(part.global_shape)))
     return shards
 
 
-def write_shards(folder: Path, shards: list[Shard]) -> dict[str, list]:
-    """Write a rank's shards to files `rank_RRRRR_NNN.safetensors`, on the disk before this returns.
+def write_shards(folder, shards: list[Shard]) -> dict[str, list]:
+    """Write a rank's shards to files `rank_RRRRR_NNN.safetensors`, which are on the disk when this returns.
 
     The metadata of a file has the shapes of the whole tensors. Returns {file name: its digest}.
     """
     digests = {}
     for number, content in enumerate(split_by_bytes(shards, FILE_BYTES)):
         path = folder / f"rank_{dist.get_rank():05d}_{number:03d}.safetensors"
-        shapes = json.dumps({name: shape for name, _, shape in content})
-        # One entry of metadata: safetensors writes several in no fixed order.
-        save_file({name: values for name, values, _ in content}, path, {"shapes": shapes})
+        tensors = {name: values for name, values, _ in content}
+        shapes = {name: shape for name, _, shape in content}
+        # One entry of metadata, because safetensors writes several in no fixed order.
+        save_file(tensors, path, {"shapes": json.dumps(shapes)})
         sync(path)
         digests[path.name] = digest_file(path)
     return digests
 
 
-def check_coverage(sizes_of_ranks: list[list[tuple[str, int, int]]]) -> None:
-    """CheckpointError unless all ranks' shards (name, elements, those of the whole tensor) hold each element once."""
-    shards = list(itertools.chain(*sizes_of_ranks))
-    twice = [name for name, times in Counter(name for name, _, _ in shards).items() if times > 1]
-    if twice:
-        raise CheckpointError(f"{twice[0]} is saved twice")
+def check_coverage(sizes_of_ranks: list[list[tuple[str, int, int]]]):
+    """Raise CheckpointError unless the shards of all ranks have each element of each tensor once.
+
+    A shard is given by its name, its number of elements and the number of elements of the whole tensor.
+    """
+    names = Counter()
     saved = Counter()
-    for name, elements, _ in shards:
-        saved[name.rpartition("@")[0]] += elements
-    for name, _, whole in shards:
-        key = name.rpartition("@")[0]
+    wholes = {}
+    for sizes in sizes_of_ranks:
+        for name, elements, whole in sizes:
+            key = name.rpartition("@")[0]
+            names[name] += 1
+            saved[key] += elements
+            wholes[key] = whole
+
+    for name, times in names.items():
+        require(times == 1, f"{name} is saved twice", CheckpointError)
+    for key, whole in wholes.items():
         require(saved[key] == whole, f"{key} has {saved[key]} of {whole} elements", CheckpointError)
 
 
@@ -96,64 +109,82 @@ def check_coverage(sizes_of_ranks: list[list[tuple[str, int, int]]]) -> None:
 
 
 def read_sharded(
-    path: Path, sharded: dict[str, ShardedTensor | ShardedTensorFactory], others: Collection[str] | None = None
+    path: Path, sharded: dict[str, Sharded], others: Collection[str] | None = None
 ) -> dict[str, torch.Tensor]:
     """The tensors that `sharded` describes, assembled from the stored shards that overlap them, whatever the layout.
 
-    `others`: kinds of tensors (kind_of) that somebody else reads or nobody needs; None: all but those of `sharded`.
-    Called on every rank. Raises CheckpointError on every rank if an element is missing on one of them, or if a tensor
-    is stored that no rank reads and that is of no such kind.
+    `others` are the kinds of tensors (`kind_of`) that somebody else reads or nobody needs. None means all kinds that
+    `sharded` does not have. Called on every rank. Raises CheckpointError on every rank if an element is missing on one
+    of them, or if no rank reads a stored tensor whose kind is not in `others`.
     """
     loaded = {}
-    stored = {}  # key → (open file, name of a shard, its offset, shape of the whole tensor) of each of its shards
+    read = set()
     with fail_together(f"{path}: "):
-        for file_path in sorted(path.glob("rank_*.safetensors")):
-            file = safe_open(file_path, framework="pt")
-            for name, shape in json.loads(file.metadata()["shapes"]).items():
-                key, _, offset = name.rpartition("@")
-                stored.setdefault(key, []).append((file, name, [int(x) for x in offset.split(",")], tuple(shape)))
+        stored = open_shards(path)
         for name, tensor in sharded.items():
-            parts = [read_shard(stored, part) for part in expand_factory(tensor)]
-            loaded[name] = tensor.merge_fn(parts) if isinstance(tensor, ShardedTensorFactory) else parts[0]
-    read = set(itertools.chain(*gather([part.key for tensor in sharded.values() for part in expand_factory(tensor)])))
+            values = []
+            for part in expand_factory(tensor):
+                values.append(read_shard(stored.get(part.key, []), part))
+                read.add(part.key)
+            loaded[name] = tensor.merge_fn(values) if isinstance(tensor, ShardedTensorFactory) else values[0]
+
+    # A tensor that no rank reads would be lost in silence.
+    read = set().union(*gather(read))
     kinds = {kind_of(key) for key in read}
-    unread = [key for key in stored if key not in read]
-    unread = [key for key in unread if kind_of(key) in kinds or (others is not None and kind_of(key) not in others)]
-    if unread:
-        more = f" and {len(unread) - 1} more" if len(unread) > 1 else ""
-        raise CheckpointError(f"{path}: nobody reads {min(unread)}{more}; it was saved from another model")
+    for key in sorted(stored.keys() - read):
+        kind = kind_of(key)
+        elsewhere = others is None or kind in others
+        if kind in kinds or not elsewhere:
+            raise CheckpointError(f"{path}: nobody reads {key}; it was saved from another model")
     return loaded
 
 
-def kind_of(key: str) -> str:
-    """The first word of a tensor's key: what it is of a weight (the weight itself, a moment, a set's name)."""
+def open_shards(path) -> dict[str, list[tuple]]:
+    """{key: (open file, name of a shard, its offset, shape of the whole tensor) of each stored shard}."""
+    stored = {}
+    for file_path in sorted(path.glob("rank_*.safetensors")):
+        file = safe_open(file_path, framework="pt")
+        for name, shape in json.loads(file.metadata()["shapes"]).items():
+            key, _, offset = name.rpartition("@")
+            starts = [int(start) for start in offset.split(",")]
+            stored.setdefault(key, []).append((file, name, starts, tuple(shape)))
+    return stored
+
+
+def kind_of(key) -> str:
+    """The first word of a tensor's key, such as `exp_avg` for a moment of a weight, or the name of a set of weights."""
     return key.partition(".")[0]
 
 
-def read_shard(stored: dict[str, list[tuple]], part: ShardedTensor) -> torch.Tensor:
-    """This rank's shard of a tensor, in host memory. Raises ValueError unless each element is stored once."""
-    candidates = stored.get(part.key, [])
+def read_shard(candidates: list[tuple], part: ShardedTensor):
+    """This rank's shard of a tensor, in host memory, from the stored shards of its key.
+
+    Raises ValueError unless each element is stored once.
+    """
+    wanted = tuple(part.global_shape)
     shapes = {shape for *_, shape in candidates}
     require(
-        shapes == {tuple(part.global_shape)},
-        f"{part.key} is {min(shapes, default='missing')}, this model wants {tuple(part.global_shape)}; it was "
-        "saved from another model",
+        shapes == {wanted},
+        f"{part.key} is {min(shapes, default='missing')}, this model wants {wanted}; it was saved from another model",
         ValueError,
     )
+
     out = torch.empty(shard_shape(part), dtype=part.dtype)
     filled = 0
     for file, name, offset, _ in candidates:
         shard = file.get_slice(name)
-        sides = zip(part.global_offset, out.shape, offset, shard.get_shape(), strict=True)
-        common = [(a, b, max(a, b), min(a + n, b + m)) for a, n, b, m in sides]  # of each axis
-        if all(start < end for _, _, start, end in common):
-            here = tuple(slice(start - a, end - a) for a, _, start, end in common)
-            out[here] = shard[tuple(slice(start - b, end - b) for _, b, start, end in common)]
-            filled += out[here].numel()
+        here = []  # what both shards have, as slices of `out` and of the stored shard, axis by axis
+        there = []
+        axes = zip(part.global_offset, out.shape, offset, shard.get_shape(), strict=True)
+        for start, size, stored_start, stored_size in axes:
+            first = max(start, stored_start)
+            end = min(start + size, stored_start + stored_size)
+            here.append(slice(first - start, end - start))
+            there.append(slice(first - stored_start, end - stored_start))
+        if all(common.start < common.stop for common in here):
+            values = shard[tuple(there)]
+            out[tuple(here)] = values
+            filled += values.numel()
+
     require(filled == out.numel(), f"{part.key} has {filled} of {out.numel()} elements", ValueError)
     return out.view(part.local_shape)
-
-
-def shard_shape(tensor: ShardedTensor) -> tuple[int, ...]:
-    """Shape of a shard with all axes of the whole tensor: Megatron leaves out leading axes of size 1."""
-    return (1,) * tensor.prepend_axis_num + tuple(tensor.local_shape)
