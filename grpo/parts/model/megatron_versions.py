@@ -5,7 +5,6 @@ import importlib.util
 import inspect
 import logging
 
-import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import optimizer_config
 from megatron.core.transformer.moe import moe_utils
@@ -20,12 +19,12 @@ for name in ("models.gpt.gpt_model", "distributed.distributed_data_parallel"):
     logging.getLogger(f"megatron.core.{name}").setLevel(logging.ERROR)
 
 
-def submodules(spec) -> object:
+def submodules(spec):
     """The submodules in the spec of a feed-forward block: a ModuleSpec in 0.16, a functools.partial in 0.19."""
     return spec.keywords["submodules"] if isinstance(spec, functools.partial) else spec.submodules
 
 
-def last_hidden_state(hidden_states: torch.Tensor, **others) -> torch.Tensor:
+def last_hidden_state(hidden_states, **others):
     return hidden_states
 
 

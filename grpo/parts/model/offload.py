@@ -12,26 +12,27 @@ def state_shards(optimizer) -> Iterator[torch.Tensor]:
             yield from (main, state["exp_avg"], state["exp_avg_sq"])
 
 
-def offload_state(offload: str | None, model: list, optimizer) -> None:
-    """Offload what `train.offload` names, None: gradients, which cost nothing; before vLLM wakes up."""
+def offload_state(offload: str | None, model: list, optimizer):
+    """Offload what `train.offload` names, before vLLM wakes up. None means gradients, which cost nothing."""
     if offload == "none":
         return
     for chunk in model:
         chunk.offload_grad_buffers()
+
     if offload == "optimizer":
         shards = [shard for shard in state_shards(optimizer) if shard.numel() and not hasattr(shard, "host")]
         for shard in shards:
             if not hasattr(shard, "pinned"):  # allocate once: pinning again doubles the host memory
                 shard.pinned = torch.empty_like(shard, device="cpu", pin_memory=shard.is_cuda)
             shard.pinned.copy_(shard.detach(), non_blocking=True)
-        torch.cuda.synchronize()
+        torch.cuda.synchronize()  # until all copies are on the host
         for shard in shards:
             shard.host = shard.pinned  # only a shard that is offloaded has this attribute, with its values
             shard.untyped_storage().resize_(0)
     torch.cuda.empty_cache()
 
 
-def take_back_state(optimizer) -> None:
+def take_back_state(optimizer):
     """Copy the optimizer's state back to the GPU, if it is offloaded; before an update."""
     for shard in state_shards(optimizer):
         if hasattr(shard, "host"):

@@ -1,15 +1,13 @@
 """The training state of a checkpoint: main weights and Adam's moments, as Megatron's sharded tensors, on any layout."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
-from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.utils import unwrap_model
 
 from config import TrainingError
@@ -18,23 +16,25 @@ from grpo.parts.base.require import require
 from grpo.parts.model import fp16
 from grpo.parts.model.checkpoint import read_state
 from grpo.parts.model.offload import take_back_state
-from grpo.parts.model.shards import read_sharded
+from grpo.parts.model.shards import Sharded, read_sharded
 
 MOMENTS = ("param", "exp_avg", "exp_avg_sq")  # of each weight, fp32; the first is the main weight
 
+# ---------------------------------------------------------------- weights and their state
+
 
 def trainable_weights(model: list) -> list[torch.nn.Parameter]:
-    """This rank's weights that are trained: all, or the adapters; of a model that is not trained, all."""
+    """This rank's weights that are trained: all of them, or the adapters. If none is trained, all weights."""
     weights = [weight for chunk in model for weight in chunk.parameters()]
     return [weight for weight in weights if weight.requires_grad] or weights
 
 
-def sharded_weights(model: list) -> dict[torch.nn.Parameter, ShardedTensor | ShardedTensorFactory]:
+def sharded_weights(model: list) -> dict[torch.nn.Parameter, Sharded]:
     """Megatron's sharded tensor of each of this rank's weights."""
     tensors = {}
-    for chunk in model:
-        metadata = {"non_homogeneous_layers": bool(unwrap_model(chunk).config.linear_num_key_heads)}
-        sharded, _ = extract_sharded_tensors_and_factories(unwrap_model(chunk).sharded_state_dict(metadata=metadata))
+    for chunk in map(unwrap_model, model):
+        metadata = {"non_homogeneous_layers": bool(chunk.config.linear_num_key_heads)}
+        sharded, _ = extract_sharded_tensors_and_factories(chunk.sharded_state_dict(metadata=metadata))
         tensors |= {tensor.data: tensor for tensor in sharded.values()}
     return tensors
 
@@ -42,100 +42,129 @@ def sharded_weights(model: list) -> dict[torch.nn.Parameter, ShardedTensor | Sha
 def optimizer_weights(model: list, optimizer) -> Iterator[tuple]:
     """(part of the optimizer, number, weight, Megatron's sharded tensor) of every weight that an optimizer updates.
 
-    In the same order on all ranks of the part's data-parallel group, which shards its state.
+    The order is the same on all ranks of the part's data-parallel group, which shards its state.
     """
     tensors = sharded_weights(model)
-    buffers = [(part, buffer) for part in optimizer.chained_optimizers for buffer in part.buffers]
-    weights = [(part, weight) for part, buffer in buffers for weight in buffer.param_index_map]
-    for number, (part, weight) in enumerate(weights):
-        yield part, number, weight, tensors[weight]
+    number = 0
+    for part in optimizer.chained_optimizers:
+        for buffer in part.buffers:
+            for weight in buffer.param_index_map:
+                yield part, number, weight, tensors[weight]
+                number += 1
 
 
-def number_weights(part) -> None:
-    """Mend where a distributed optimizer looks for a weight's state: in a group, weights that are fp32 in a model of
-    another dtype come first, but Megatron-core counts them where they are in the buffers.
+def number_weights(part):
+    """Mend where a distributed optimizer looks for a weight's state.
+
+    In a group, weights that are fp32 in a model of another dtype come first, but Megatron-core counts them where they
+    are in the buffers.
     """
     for index, group in enumerate(part.opt_group_ranges):
         in_order = sorted(group["params"], key=lambda weight: weight.dtype is not torch.float32)
-        part.model_param_group_index_map |= {weight: (index, place) for place, weight in enumerate(in_order)}
+        for place, weight in enumerate(in_order):
+            part.model_param_group_index_map[weight] = (index, place)
 
 
 def own_slice(part, weight) -> tuple[slice, dict[str, torch.Tensor]]:
-    """This rank's shard of a weight's state: its slice of the flat weight and {moment: values}; {} without a shard."""
+    """This rank's shard of a weight's state: its slice of the flat weight, and {moment: values}, {} without a shard."""
     if weight not in part.model_param_gbuf_map:
         return slice(0, 0), {}
     position = part._get_model_param_range_map(weight)["param"]
     own = part._get_main_param_and_optimizer_states(weight)
     own["param"] = own.pop("master_param", own["param"])  # with optimizer_cpu_offload: the weight that Adam steps
-    own = {moment: getattr(values, "host", values) for moment, values in own.items()}  # where they are offloaded to
+    own = {moment: getattr(values, "host", values) for moment, values in own.items()}  # `host` if they are offloaded
     return slice(position.start, position.end), own
 
 
 def main_weights(model: list, optimizer) -> dict[torch.nn.Parameter, tuple[slice, torch.Tensor]]:
     """{weight: (slice of the flat weight, its fp32 values)} of this rank's shards."""
-    states = {weight: own_slice(part, weight) for part, _, weight, _ in optimizer_weights(model, optimizer)}
-    return {weight: (place, own["param"].data) for weight, (place, own) in states.items() if own}
+    mains = {}
+    for part, _, weight, _ in optimizer_weights(model, optimizer):
+        position, own = own_slice(part, weight)
+        if own:
+            mains[weight] = position, own["param"].data
+    return mains
 
 
-def sharded_state(model: list, optimizer, loading: bool) -> dict[str, ShardedTensor | ShardedTensorFactory]:
+def set_adam_steps(part, steps):
+    """Set Adam's step count in one of Megatron's distributed optimizers, and create a state that is missing.
+
+    Each weight gets a tensor of its own: torch increments them in place.
+    """
+    optimizer = part.optimizer
+    is_hybrid = hasattr(optimizer, "sub_optimizers")  # with optimizer_cpu_offload, for the host and for the GPU
+    for inner in optimizer.sub_optimizers if is_hybrid else [optimizer]:
+        for group in inner.param_groups:
+            for shard in group["params"]:
+                state = inner.state[shard]
+                for moment in ("exp_avg", "exp_avg_sq"):
+                    state.setdefault(moment, torch.zeros_like(shard))
+                state["step"] = torch.tensor(float(steps), device=shard.device if group.get("fused") else None)
+    if is_hybrid:
+        optimizer._sync_sub_optimizers_state_to_hdo()
+
+
+def optimizer_steps(optimizer) -> int:
+    """Number of updates so far, Adam's step count."""
+    inner = next(part.optimizer for part in optimizer.chained_optimizers if part.optimizer.state)
+    return int(next(iter(inner.state.values()))["step"])
+
+
+# ---------------------------------------------------------------- saving and loading
+
+
+def sharded_state(model: list, optimizer, loading: bool) -> dict[str, Sharded]:
     """Main weights and Adam's moments as Megatron's sharded tensors, 12 bytes a weight: all there is to save.
 
-    With `loading` a description only, without values, for `load_state`. For saving, each weight's state is reduced to
-    one replica, another for each weight; why not by Megatron's own way: docs/dev/field-notes.md.
+    With `loading` only a description, without values, for `load_state`. For saving, the shards of a weight's state are
+    added up on one replica, another for each weight. Why not in Megatron's own way: docs/dev/field-notes.md.
     """
     state = {}
     for part, number, weight, tensor in optimizer_weights(model, optimizer):
         group = part.data_parallel_group
         owner = number % group.size()
+        replica = tensor.replica_id
+        if not loading:
+            replica = (*replica[:2], int(group.rank() != owner))
         position, own = own_slice(part, weight)
+
         for moment in MOMENTS:
             whole = torch.empty(weight.shape, dtype=torch.float32, device="meta")
-            replica = tensor.replica_id
             if not loading:
                 bits = torch.zeros(weight.numel(), dtype=torch.int32, device=weight.device)  # so that -0.0 stays -0.0
                 if own:
                     bits[position] = own[moment].detach().view(torch.int32)
                 dist.reduce(bits, group_dst=owner, group=group)
-                replica = (*replica[:2], int(group.rank() != owner))
                 if group.rank() == owner:
                     whole = bits.view(torch.float32).view(weight.shape).cpu()
-            fp32 = {"dtype": torch.float32} if isinstance(tensor, ShardedTensor) else {}  # a factory takes its data's
-            state[f"{number}.{moment}"] = dataclasses.replace(
-                tensor, key=f"{moment}.{tensor.key}", data=whole, replica_id=replica, **fp32
-            )
+
+            fields = {"key": f"{moment}.{tensor.key}", "data": whole, "replica_id": replica}
+            if isinstance(tensor, ShardedTensor):  # a factory takes the dtype of its data
+                fields["dtype"] = torch.float32
+            state[f"{number}.{moment}"] = dataclasses.replace(tensor, **fields)
     return state
 
 
-def load_state(model: list, optimizer, loaded: dict[str, torch.Tensor], steps: int) -> None:
-    """Copy in the values that `sharded_state` described, as they were after `steps` updates."""
-    for part, number, weight, _ in optimizer_weights(model, optimizer):
-        position, own = own_slice(part, weight)
-        if own:
-            for moment in MOMENTS:
-                own[moment].data.copy_(loaded[f"{number}.{moment}"].flatten()[position])
-    for part in optimizer.chained_optimizers:
-        set_adam_steps(part, steps)
-        for main, stepped in getattr(part.optimizer, "param_to_inner_param", {}).items():  # with optimizer_cpu_offload
-            main.data.copy_(stepped.data)
-        part._copy_main_params_to_model_params()
-    for chunk in model:
-        chunk.start_param_sync(force_sync=True)
+def restore(path: Path, model: list, optimizer, others: Collection[str] | None = ()) -> dict:
+    """Load weights and moments from a checkpoint of any layout. Returns its state.
 
-
-def restore(path: Path, model: list, optimizer, others: Sequence[str] | None = ()) -> dict[str, Any]:
-    """Load weights and moments from a checkpoint of any layout; returns its state.
-
-    `others`: first words of keys that somebody else reads, None: any. CheckpointError, before any change, also for
-    unread keys; TrainingError unless the optimizer then counts the checkpoint's updates and has moments.
+    `others` are the first words of the keys that somebody else reads; None means any. Raises CheckpointError, before
+    any change, also if a key is read by nobody. Raises TrainingError unless the optimizer then counts the checkpoint's
+    updates and has moments.
     """
     state = read_state(path)
     take_back_state(optimizer)
     loaded = read_sharded(path, sharded_state(model, optimizer, loading=True), others=others)
     load_state(model, optimizer, loaded, state["updates"])
-    fp16.set_scaler_state(optimizer, state.get("loss_scale") or {})  # older checkpoints have none
-    owned = [own_slice(part, weight)[1] for part, _, weight, _ in optimizer_weights(model, optimizer)]
-    has_moments = any(bool(own["exp_avg_sq"].any()) for own in owned if own)
+    fp16.set_scaler_state(optimizer, state.get("loss_scale"))  # older checkpoints have none
+
     steps = optimizer_steps(optimizer)
+    has_moments = False
+    for part, _, weight, _ in optimizer_weights(model, optimizer):
+        own = own_slice(part, weight)[1]
+        if own and own["exp_avg_sq"].any():
+            has_moments = True
+            break
     require(
         steps == state["updates"] and (steps == 0 or any(ranks.gather(has_moments))),
         f"{path} is of {state['updates']} updates, but after its load Adam counts {steps}, or all its moments are 0",
@@ -144,25 +173,18 @@ def restore(path: Path, model: list, optimizer, others: Sequence[str] | None = (
     return state
 
 
-def set_adam_steps(part, steps: int) -> None:
-    """Set Adam's step count in one of Megatron's distributed optimizers, and create a state that is missing.
+def load_state(model: list, optimizer, loaded: dict[str, torch.Tensor], steps):
+    """Copy in the values that `sharded_state` described, as they were after `steps` updates."""
+    for part, number, weight, _ in optimizer_weights(model, optimizer):
+        position, own = own_slice(part, weight)
+        if own:
+            for moment in MOMENTS:
+                own[moment].data.copy_(loaded[f"{number}.{moment}"].flatten()[position])
 
-    Each weight gets a tensor of its own: torch increments them in place.
-    """
-    offloads = isinstance(part.optimizer, HybridDeviceOptimizer)  # wraps two others, of the host and of the GPU
-    inner_optimizers = part.optimizer.sub_optimizers if offloads else [part.optimizer]
-    for inner in inner_optimizers:
-        for group in inner.param_groups:
-            for shard in group["params"]:
-                state = inner.state[shard]
-                for moment in ("exp_avg", "exp_avg_sq"):
-                    state.setdefault(moment, torch.zeros_like(shard))
-                state["step"] = torch.tensor(float(steps), device=shard.device if group.get("fused") else None)
-    if offloads:
-        part.optimizer._sync_sub_optimizers_state_to_hdo()
-
-
-def optimizer_steps(optimizer) -> int:
-    """Number of updates so far, Adam's step count."""
-    inner = next(part.optimizer for part in optimizer.chained_optimizers if part.optimizer.state)
-    return int(next(iter(inner.state.values()))["step"])
+    for part in optimizer.chained_optimizers:
+        set_adam_steps(part, steps)
+        for main, stepped in getattr(part.optimizer, "param_to_inner_param", {}).items():  # with optimizer_cpu_offload
+            main.data.copy_(stepped.data)
+        part._copy_main_params_to_model_params()
+    for chunk in model:
+        chunk.start_param_sync(force_sync=True)
