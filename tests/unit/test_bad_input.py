@@ -163,10 +163,10 @@ MODELS = [  # what differs in config.json, overrides, what the refusal says
     (DEEP, "parallel.pp=4", f"that divides 94, or {STAGES}=Et*23|t*23|t*24|t*24L alone"),
     (DEEP, f"parallel.pp=4 {FIRST}=80", f"{FIRST}=80 for 94 layers: "),
     # Megatron-core builds layers 34 to 59 twice
-    (DEEP, f"parallel.pp=4 {FIRST}=60 {LAST}=60", "[range(34, 94)]], which are not each of the 94 once"),
+    (DEEP, f"parallel.pp=4 {FIRST}=60 {LAST}=60", "[range(34, 94)]], not each of the 94 once"),
     (DEEP, f"parallel.pp=2 parallel.vpp=2 {FIRST}=46 {LAST}=48", "by zero; legal is parallel.pp · "),
     (DEEP, f"parallel.pp=2 {STAGES}=Et*24|t*24|t*23|t*23L", "the layout is one of parallel.vpp=2; legal is"),
-    (DEEP, f"parallel.pp=2 {STAGES}='|Et*94L'", "the embedding E is in the first stage and the loss L in the last"),
+    (DEEP, f"parallel.pp=2 {STAGES}='|Et*94L'", "the layout must begin with the embedding E and end with the loss L"),
     (DEEP, f"{FIRST}=47", "needs parallel.pp above 1; legal is parallel.pp · parallel.vpp that"),
 ]  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Which layers a pipeline stage has: as Megatron-core splits them, seen to leave none out and to have none twice."""
+"""Which layers a pipeline stage has, as Megatron-core splits them, with a check that each layer is there once."""
 
 import torch
 from megatron.core.transformer import TransformerConfig
@@ -23,25 +23,38 @@ def stage_layers(config: TransformerConfig) -> list[list[range]]:
     layout = config.pipeline_model_parallel_layout
     vpp = config.virtual_pipeline_model_parallel_size
     stages: list[list[range]] = [[] for _ in range(config.pipeline_model_parallel_size)]
-    order: list[int] = []
+    order = []
     for chunk in range(vpp or 1):
         for number, stage in enumerate(stages):
-            place = (config, chunk if vpp else None, number)
-            if layout:  # Megatron's functions take the stage of this process then, whatever the number
-                first, count = len(order), layout.layout[number][chunk].count(LayerType.decoder)
+            if layout:  # Megatron's functions would ignore the number and take the stage of this process
+                first = len(order)
+                count = layout.layout[number][chunk].count(LayerType.decoder)
             else:
-                first, count = get_transformer_layer_offset(*place), get_num_layers_to_build(*place)
+                place = config, chunk if vpp else None, number
+                first = get_transformer_layer_offset(*place)
+                count = get_num_layers_to_build(*place)
             stage.append(range(first, first + count))
             order += stage[-1]
-    if order != [*range(config.num_layers)]:
-        raise ValueError(f"stages would have the layers {stages}, which are not each of the {config.num_layers} once")
-    if layout and [layout.layout[0][0][:1], layout.layout[-1][-1][-1:]] != [[LayerType.embedding], [LayerType.loss]]:
-        raise ValueError("the embedding E is in the first stage and the loss L in the last, wherever a layout has them")
+
+    layers = config.num_layers
+    require(
+        order == [*range(layers)], f"stages would have the layers {stages}, not each of the {layers} once", ValueError
+    )
+    if layout:
+        ends = layout.layout[0][0][:1] + layout.layout[-1][-1][-1:]
+        require(
+            ends == [LayerType.embedding, LayerType.loss],
+            "the layout must begin with the embedding E and end with the loss L",
+            ValueError,
+        )
     return stages
 
 
 def split_layers(layers: int, pp: int, vpp: int, **uneven) -> list[list[range]]:
-    """`stage_layers` of so many layers; `uneven`: fields of UNEVEN. Raises what Megatron-core does, or ValueError."""
+    """`stage_layers` of a model with this number of layers; `uneven` has fields of UNEVEN.
+
+    Raises ValueError, or what Megatron-core raises.
+    """
     require(pp > 1 or (vpp == 1 and not uneven), "to divide the model otherwise needs parallel.pp above 1", ValueError)
     config = TransformerConfig(
         num_layers=layers,
