@@ -9,15 +9,15 @@ rank, in], and one B, [out, rank], whose rows are in the order of the weight's o
 rows of qkv and fc1, and A by the columns of proj and fc2. The other factor is replicated, its gradient all-reduced.
 """
 
-import itertools
 import json
 import math
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -45,20 +45,25 @@ class Adapter:
     a: torch.nn.Parameter  # [parts, rank, in], of proj and fc2 [rank, in]
     b: torch.nn.Parameter  # [out, rank]
     scale: float  # alpha / rank
-    has_row: torch.Tensor  # [out, parts] bool: whether a row of the shard is one of the part
-    split_rows: bool  # the group splits the rows of W, so A is replicated; else B is
+    has_row: torch.Tensor  # [out, parts] bool: whether a row of the shard belongs to the part
+    split_rows: bool  # whether the group splits the rows of W, so that A is replicated; else B is
     group: dist.ProcessGroup  # tensor parallelism, for an expert its own group
 
 
 # ---------------------------------------------------------------- the model
 
 
-def attach(model: torch.nn.Module, cfg: LoraConfig | None) -> None:
-    """Freeze a model chunk and add factors of zeros to its targeted weights; None: only freeze it, rank 0: neither."""
-    if cfg is None or cfg.rank:
-        model.requires_grad_(False)
-    if cfg is None or cfg.rank == 0:
+def attach(model, cfg: LoraConfig | None):
+    """Freeze a model chunk and add factors of zeros to its targeted weights.
+
+    If `cfg` is None, only freeze it. If its rank is 0, do nothing.
+    """
+    if cfg and cfg.rank == 0:
         return
+    model.requires_grad_(False)
+    if cfg is None:
+        return
+
     for name, linear in model.named_modules():
         target = name.rpartition(".linear_")[2]
         if target in cfg.targets:
@@ -67,84 +72,87 @@ def attach(model: torch.nn.Module, cfg: LoraConfig | None) -> None:
         model.embedding.register_forward_hook(lambda module, args, hidden: hidden.requires_grad_())
 
 
-def adapt(linear: torch.nn.Module, target: str, cfg: LoraConfig) -> None:
+def adapt(linear, target, cfg):
     """Add factors to one of Megatron's parallel linear layers, which then computes with the merged weight."""
-    out, width = linear.weight.shape
-    config = linear.config
-    queries = config.num_attention_heads // config.num_query_groups * config.kv_channels
-    queries *= 2 if config.attention_output_gate else 1
-    rows = {"qkv": [queries, config.kv_channels, config.kv_channels], "fc1": [out // 2, out // 2]}.get(target, [out])
-    rows = getattr(linear, "parts", rows)  # of linear attention
-    number = (torch.arange(out, device=linear.weight.device) + linear.tp_group.rank() * out) % sum(rows)
-    ends = itertools.accumulate(rows)  # the whole weight repeats such blocks
-    has_row = torch.stack([(end - size <= number) & (number < end) for size, end in zip(rows, ends, strict=True)], 1)
+    weight = linear.weight
+    out, width = weight.shape
+    tp_rank = linear.tp_group.rank()
+    rows = part_rows(linear, target)
+
+    # The whole weight repeats blocks of all parts, and this shard may begin within a block.
+    block = np.repeat(np.eye(len(rows), dtype=bool), rows, axis=0)  # [rows of a block, parts]
+    number = (np.arange(out) + tp_rank * out) % len(block)
+    has_row = torch.tensor(block[number], device=weight.device)
+
     split_rows = target in COLUMN
-    zeros = partial(torch.zeros, dtype=linear.weight.dtype, device=linear.weight.device)
-    linear.lora_a = torch.nn.Parameter(zeros(len(rows), cfg.rank, width) if split_rows else zeros(cfg.rank, width))
-    linear.lora_b = torch.nn.Parameter(zeros(out, cfg.rank))
-    for factor, whole in ((linear.lora_a, split_rows), (linear.lora_b, not split_rows)):
+    shape = (len(rows), cfg.rank, width) if split_rows else (cfg.rank, width)
+    linear.lora_a = torch.nn.Parameter(weight.new_zeros(shape))
+    linear.lora_b = torch.nn.Parameter(weight.new_zeros(out, cfg.rank))
+    for factor, replicated in ((linear.lora_a, split_rows), (linear.lora_b, not split_rows)):
         factor.tensor_model_parallel = True  # every rank adds it to the gradient norm,
-        factor.shared = whole and linear.tp_group.rank() > 0  # except replicas
+        factor.shared = replicated and tp_rank > 0  # except replicas
+
     scale = cfg.alpha / cfg.rank
-    linear.weight.adapter = Adapter(linear.lora_a, linear.lora_b, scale, has_row, split_rows, linear.tp_group)
+    weight.adapter = Adapter(linear.lora_a, linear.lora_b, scale, has_row, split_rows, linear.tp_group)
     linear._forward_impl = adapted_linear
     linear.sharded_state_dict = partial(sharded_state_dict, linear, target)
 
 
-def sharded_state_dict(linear, target: str, prefix="", sharded_offsets=(), metadata=None) -> dict:
+def part_rows(linear, target) -> list[int]:
+    """Rows of each part in one block of a linear layer's weight."""
+    out = len(linear.weight)
+    if hasattr(linear, "parts"):  # of linear attention
+        return linear.parts
+    if target == "fc1":
+        return [out // 2, out // 2]
+    if target == "qkv":
+        config = linear.config
+        queries = config.num_attention_heads // config.num_query_groups * config.kv_channels
+        if config.attention_output_gate:
+            queries *= 2
+        return [queries, config.kv_channels, config.kv_channels]
+    return [out]
+
+
+def sharded_state_dict(linear, target, prefix="", sharded_offsets=(), metadata=None) -> dict:
     """Megatron's sharded state of a layer, in which the split factor is split as its weight is."""
     state = type(linear).sharded_state_dict(linear, prefix, sharded_offsets, metadata)
     name, axis = ("lora_b", 0) if target in COLUMN else ("lora_a", 1)
-    groups = {"tp_group": linear.tp_group, "dp_cp_group": metadata["dp_cp_group"]}
     factor = make_tp_sharded_tensor_for_checkpoint(
-        getattr(linear, name), prefix + name, axis, prepend_offsets=sharded_offsets, **groups
+        getattr(linear, name),
+        prefix + name,
+        axis,
+        prepend_offsets=sharded_offsets,
+        tp_group=linear.tp_group,
+        dp_cp_group=metadata["dp_cp_group"],
     )
-    state[prefix + name] = apply_swiglu_sharded_factory(factor, sharded_offsets) if target == "fc1" else factor
+    if target == "fc1":
+        factor = apply_swiglu_sharded_factory(factor, sharded_offsets)
+    state[prefix + name] = factor
     return state
 
 
 # ---------------------------------------------------------------- forward and backward
 
 
-def stack_factors(weights: Sequence[torch.nn.Parameter]) -> tuple[torch.Tensor, torch.Tensor]:
-    """A [E, parts · rank, in] and B [E, out, parts · rank] of E weights; B has zeros in the columns of other parts."""
-    adapters = [weight.adapter for weight in weights]
-    a = torch.stack([adapter.a.flatten(0, -2) for adapter in adapters])
-    b = torch.stack([adapter.b for adapter in adapters])
-    return a, (b[:, :, None] * adapters[0].has_row[..., None]).flatten(2)
-
-
-def merge(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
-    """weight + scale · b a, summed in fp32, rounded once; [out, in], [k, in], [out, k] → [out, in]."""
-    negative = b.float() @ (a.float() * -scale)
-    return torch.sub(weight, negative, out=negative).to(weight.dtype)  # -0.0 - 0 is -0.0, but -0.0 + 0 is 0
-
-
-@torch.no_grad()
-def merged_weight(weight: torch.nn.Parameter) -> torch.Tensor:
-    """The merged weight, bit-equal to the one that the model computes with."""
-    a, b = stack_factors([weight])
-    return merge(weight, a[0], b[0], weight.adapter.scale)
-
-
-def adapted_linear(
-    input, weight, bias, *, allreduce_dgrad, sequence_parallel, tp_group, product=None, **unused
-) -> torch.Tensor:
+def adapted_linear(input, weight, bias, *, allreduce_dgrad, sequence_parallel, tp_group, product=None, **unused):
     """Replaces Megatron's linear functions and has their arguments; [T, 1, in] → [T, 1, out].
 
-    `product(x, weight, bias)`: in place of torch's, for the merged weight.
+    `product(x, weight, bias)` takes the place of torch's product with the merged weight.
     """
     a, b = stack_factors([weight])
     if allreduce_dgrad:
         input = copy_to_tensor_model_parallel_region(input, group=tp_group)  # the backward pass all-reduces
-    whole = None if product is None else partial(product, bias=bias)  # adapters leave the bias as it is
-    output = AdaptedLinear.apply(input, None, a[0], b[0], weight.adapter, sequence_parallel, whole, weight)
-    return output if bias is None or whole else output + bias
+    if product:
+        product = partial(product, bias=bias)  # adapters leave the bias as it is
+    output = AdaptedLinear.apply(input, None, a[0], b[0], weight.adapter, sequence_parallel, product, weight)
+    return output if bias is None or product else output + bias
 
 
-def grouped_linear(x_D: torch.Tensor, ends_E: torch.Tensor, *weights: torch.nn.Parameter) -> torch.Tensor:
+def grouped_linear(x_D, ends_E, *weights):
     """The linear layer of E experts: x_D [D, in] sorted by expert, the end of each one's rows [E] int32 → [D, out]."""
-    return AdaptedLinear.apply(x_D, ends_E, *stack_factors(weights), weights[0].adapter, False, None, *weights)
+    a, b = stack_factors(weights)
+    return AdaptedLinear.apply(x_D, ends_E, a, b, weights[0].adapter, False, None, *weights)
 
 
 class AdaptedLinear(torch.autograd.Function):
@@ -163,31 +171,55 @@ class AdaptedLinear(torch.autograd.Function):
             return x.new_empty(0, weights[0].shape[0])
         rows = _gather_along_first_dim(x, adapter.group) if sequence_parallel else x
         merged = merge_all(weights, a, b, adapter.scale)
-        return matmul(rows, merged.mT, ends_E) if product is None else product(rows, merged)
+        return product(rows, merged) if product else matmul(rows, merged.mT, ends_E)
 
     @staticmethod
     def backward(ctx, grad):
         x, ends_E, a, b, *weights = ctx.saved_tensors
         adapter = ctx.adapter
         shape = (*grad.shape[:-1], x.shape[-1])
-        grad = grad.contiguous()
+        grad = grad.contiguous().flatten(0, -2)
+
         if grad.numel() == 0:  # no token for these experts: grouped_mm refuses
-            grad_x, grad_a, grad_b = map(torch.zeros_like, (x, a, b))
+            grad_x = torch.zeros_like(x)
+            grad_a = torch.zeros_like(a)
+            grad_b = torch.zeros_like(b)
         else:
             rows = _gather_along_first_dim(x, adapter.group) if ctx.sequence_parallel else x
             rows = rows.flatten(0, -2)
-            grad = grad.flatten(0, -2)
             grad_x = matmul(grad, merge_all(weights, a, b, adapter.scale), ends_E).view(shape)
             if ctx.sequence_parallel:
                 grad_x = _reduce_scatter_along_first_dim(grad_x, adapter.group)
             grad_a = matmul((matmul(grad, b, ends_E) * adapter.scale).mT, rows, ends_E)
             grad_b = matmul(grad.mT, matmul(rows, a.mT, ends_E) * adapter.scale, ends_E)
+
         if adapter.group.size() > 1:  # partial sums, from this rank's rows or columns
             dist.all_reduce(grad_a if adapter.split_rows else grad_b, group=adapter.group)
         return grad_x, None, grad_a, grad_b, None, None, None, *[None] * len(weights)
 
 
-def merge_all(weights: Sequence[torch.Tensor], a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
+def stack_factors(weights):
+    """A [E, parts · rank, in] and B [E, out, parts · rank] of E weights; B has zeros in the columns of other parts."""
+    adapters = [weight.adapter for weight in weights]
+    a = torch.stack([adapter.a.flatten(0, -2) for adapter in adapters])
+    b = torch.stack([adapter.b for adapter in adapters])
+    return a, (b[:, :, None] * adapters[0].has_row[..., None]).flatten(2)
+
+
+@torch.no_grad()
+def merged_weight(weight: torch.nn.Parameter) -> torch.Tensor:
+    """The merged weight, bit-equal to the one that the model computes with."""
+    a, b = stack_factors([weight])
+    return merge(weight, a[0], b[0], weight.adapter.scale)
+
+
+def merge(weight, a, b, scale):
+    """weight + scale · b a, summed in fp32, rounded once; [out, in], [k, in], [out, k] → [out, in]."""
+    negative = b.float() @ (a.float() * -scale)
+    return torch.sub(weight, negative, out=negative).to(weight.dtype)  # -0.0 - 0 is -0.0, but -0.0 + 0 is 0
+
+
+def merge_all(weights, a, b, scale):
     """`merge` of one weight, or of E weights as one tensor [E, out, in], each as if it were alone."""
     if a.dim() == 2:
         return merge(weights[0], a, b, scale)
@@ -197,7 +229,7 @@ def merge_all(weights: Sequence[torch.Tensor], a: torch.Tensor, b: torch.Tensor,
     return whole
 
 
-def matmul(x: torch.Tensor, y: torch.Tensor, ends_E: torch.Tensor | None) -> torch.Tensor:
+def matmul(x, y, ends_E):
     """x @ y, or with `ends_E` one product for the rows of each expert."""
     return x @ y if ends_E is None else F.grouped_mm(x, y, offs=ends_E)
 
@@ -214,23 +246,29 @@ def weight_of(name: str) -> str:
 
 
 def factor_rule(name: str, join: str, parts: list[str]) -> tuple[str, list[str]]:
-    """The rule of a factor, from that of its weight (rule_of in megatron_bridge.py); the names are PEFT's."""
+    """The rule of a factor, from the rule of its weight (rule_of in megatron_bridge.py); the names are PEFT's."""
     letter = name[-1].upper()
-    joins = {"A": "cols", "B": "copy"} if join == "cols" else {"A": "stack", "B": join}
-    return joins[letter], [f"{part.removesuffix('weight')}lora_{letter}.weight" for part in parts]
+    names = [f"{part.removesuffix('weight')}lora_{letter}.weight" for part in parts]
+    if join == "cols":
+        return "cols" if letter == "A" else "copy", names
+    return "stack" if letter == "A" else join, names
 
 
-def read_part(name: str, opened: dict, shape: torch.Size) -> torch.Tensor:
+def read_part(name: str, opened: dict, shape) -> torch.Tensor:
     """A Hugging Face tensor from its file in `opened`, or a factor [this rank's `shape`] as it is before training."""
     if name in opened:
         return read_tensor(opened[name], name)
     weight = weight_of(name)
     out, width = opened[weight].get_slice(weight).get_shape()
-    return initial_factor(name, (out, shape[-1]) if name.endswith("lora_B.weight") else (shape[-2], width))
+    whole = (out, shape[-1]) if name.endswith("lora_B.weight") else (shape[-2], width)
+    return initial_factor(name, whole)
 
 
 def initial_factor(name: str, shape: tuple[int, int]) -> torch.Tensor:
-    """A factor before training: B is 0, A [rank, in] uniform within ±1 / sqrt(in), as in PEFT; it follows from name."""
+    """A factor before training, as in PEFT: B is 0, A [rank, in] is uniform within ±1 / sqrt(in).
+
+    It depends on the name alone.
+    """
     if name.endswith("lora_B.weight"):
         return torch.zeros(shape)
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
@@ -238,34 +276,39 @@ def initial_factor(name: str, shape: tuple[int, int]) -> torch.Tensor:
     return torch.empty(shape).uniform_(-bound, bound, generator=generator)
 
 
-def check_resumed(was: dict, cfg: LoraConfig, path: Path) -> None:
+def check_resumed(was: dict, cfg: LoraConfig, path: Path):
     """Raise UserError unless the checkpoint in `path`, of a run with the `lora` section `was`, has cfg's adapters."""
-    asked, stored = ({**section, "targets": sorted(section["targets"])} for section in (cfg.model_dump(), was))
+    now = {**cfg.model_dump(), "targets": sorted(cfg.targets)}
+    was = {**was, "targets": sorted(was["targets"])}
     require(
-        asked == stored,
-        f"lora={asked}, but {path} was saved with lora={stored}: other adapters are another model; use its section, "
+        now == was,
+        f"lora={now}, but {path} was saved with lora={was}: other adapters are another model. Use its section, "
         "or start a new run (resume=none) with model.path=its export in hf/",
     )
 
 
-def export_adapter(weights: Iterable[tuple[str, torch.Tensor]], base: str, cfg: Config, step: int) -> None:
+def export_adapter(weights: Iterable[tuple[str, torch.Tensor]], base: str, cfg: Config, step: int):
     """Write the factors, (Hugging Face name, full tensor) pairs, to output_dir/adapter/step_N, for PEFT on the `base`.
 
-    Those of experts are not written: transformers 5 holds all experts of a layer as one parameter. Called on every
-    rank, written by rank 0; the folder is complete or absent.
+    Factors of experts are not written: transformers 5 has all experts of a layer as one parameter. Called on every
+    rank, written by rank 0. The folder is complete or absent.
     """
     is_writer = dist.get_rank() == 0
     target = Path(cfg.output_dir, f"adapter/step_{step:06d}")
-    held = {f"base_model.model.{name}": factor.cpu() for name, factor in weights if is_writer}  # every rank iterates
-    if any(".experts." in name for name in held):
+    factors = {}
+    for name, factor in weights:  # on every rank, as each pair is gathered from all
+        if is_writer:
+            factors[f"base_model.model.{name}"] = factor.cpu()
+
+    if any(".experts." in name for name in factors):
         print(f"warning: {target} is not written: there is no export of experts' adapters; hf/ has the merged model")
     elif is_writer:
         settings = {
             "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": cfg.lora.rank,
-            "lora_alpha": cfg.lora.alpha, "target_modules": sorted({name.split(".")[-3] for name in held}),
+            "lora_alpha": cfg.lora.alpha, "target_modules": sorted({name.split(".")[-3] for name in factors}),
             "lora_dropout": 0.0, "bias": "none", "inference_mode": True,
         }  # fmt: skip
         with complete_folder(target) as folder:
             (folder / "adapter_config.json").write_text(json.dumps(settings, indent=1))
-            save_file(held, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+            save_file(factors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     dist.barrier()
