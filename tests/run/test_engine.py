@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from config import EvalConfig
-from grpo.parts.base import memory
 from grpo.run import evaluation, launch
 from grpo.step import metrics as step_metrics
 from oracle.repeat import repeat
@@ -22,7 +21,7 @@ from train_grpo import Sample
 TABLE = (REPO / "docs/metrics.md").read_text().partition("With `data.eval`")[0]
 METRICS = {name for row in re.findall(r"^\| (`.*?) \|", TABLE, re.MULTILINE) for name in re.findall(r"`(\S+)`", row)}
 # Names that stand for several, or are of experts, a schedule or a cut, which this run has not.
-OTHERS = re.compile(r"reward/.+/|mem/.+_peak_gb|schedule/|moe/load/|nucleus/")
+OTHERS = re.compile(r"reward/.+/|schedule/|moe/load/|nucleus/")
 UNEVEN = "megatron.num_layers_in_first_pipeline_stage=1"  # of 3
 WINDOW = {"sliding_window": 8}  # answers are longer
 CONFIGS = layouts.CONFIGS | {
@@ -157,7 +156,6 @@ def test_answers_end_at_their_stops(train_forked, tmp_path, tiny):
 def test_metrics(shared):
     """Those of docs/metrics.md, and no others."""
     always = {name for name in METRICS if not OTHERS.match(name)}
-    always |= {f"mem/{phase}_peak_gb" for phase in memory.PHASES}
     for metrics in shared.metrics[1:]:
         sources = {row["source"] for row in shared.rollouts(metrics["step"])}
         kinds = ("mean", "max", "timeout_frac", "error_frac")

@@ -13,49 +13,49 @@ AFTER_SLEEP = "logprob"  # the first phase after vLLM has gone to sleep
 
 
 class Meter:
-    """Memory of the phases of a step, in GiB, on this rank: what is held after each, and the peak within it."""
+    """The peak of memory in each phase of a step, in GiB, on this rank."""
 
     def __init__(self):
         self.engine = 0.0  # GiB of a GPU that vLLM keeps allocated, even while it sleeps
         self.largest = 0.0  # since the process began
-        self.resets = True  # peaks are those of a phase
+        self.resets = True  # whether a peak is that of its phase alone
         self.start_step()
 
-    def start_step(self) -> None:
+    def start_step(self):
         """Forget the phases of the step before."""
-        self.held: dict[str, float] = {}
-        self.peaks: dict[str, float] = {}
+        self.peaks = dict.fromkeys(PHASES, 0.0)
         self.free_asleep = 0.0
 
-    def leave_out_engine(self) -> None:
+    def leave_out_engine(self):
         """Leave out what is allocated on the GPU now, when vLLM has just started: its weights and KV cache."""
         if torch.cuda.is_available():
-            self.engine = used_gb()[0]
+            self.engine = torch.cuda.memory_allocated() / GIB
 
-    def enter(self, phase: str) -> None:
+    def enter(self, phase):
         """Start the peak of a phase."""
-        self.largest = max(self.largest, used_gb()[1] - self.engine)
+        self.largest = max(self.largest, peak_gb() - self.engine)  # between the phases
         if phase == AFTER_SLEEP and torch.cuda.is_available():
             self.free_asleep = torch.cuda.mem_get_info()[0] / GIB
         self.resets = reset_peak()
 
-    def leave(self, phase: str) -> None:
-        """Note the memory of a phase at its end; of one that comes twice in a step the last, and the larger peak."""
-        self.held[phase], peak = (gb - self.engine for gb in used_gb())
+    def leave(self, phase):
+        """Note the peak of a phase at its end. If a phase comes twice in a step, the larger peak counts."""
+        peak = peak_gb() - self.engine
         self.peaks[phase] = max(self.peaks.get(phase, 0.0), peak)
         self.largest = max(self.largest, peak)
 
     def numbers(self) -> dict[str, float | None]:
         """The metrics mem/* of the step: the maximum over ranks, of free memory the minimum. All ranks call this."""
-        mine = {
-            **{f"mem/{phase}_gb": self.held.get(phase, 0.0) for phase in PHASES},
-            **{f"mem/{phase}_peak_gb": self.peaks.get(phase, 0.0) for phase in PHASES},
-            "mem/peak_gb": self.largest, "mem/free_asleep_gb": -self.free_asleep,
-            "mem/host_gb": resident_gb()[0], "mem/host_free_gb": -host_free_bytes() / GIB,
-        }  # fmt: skip
-        values = torch.tensor([*mine.values()], dtype=torch.float64)
+        mine = {f"mem/{phase}_peak_gb": self.peaks[phase] for phase in PHASES}
+        mine["mem/peak_gb"] = self.largest
+        mine["mem/free_asleep_gb"] = -self.free_asleep  # negative, so that the maximum is the minimum
+        mine["mem/host_gb"] = psutil.Process().memory_info().rss / GIB
+        mine["mem/host_free_gb"] = -host_free_bytes() / GIB
+
+        values = torch.tensor(list(mine.values()), dtype=torch.float64)
         dist.all_reduce(values, dist.ReduceOp.MAX)
         found = dict(zip(mine, values.abs().tolist(), strict=True))
+
         if not torch.cuda.is_available():
             found["mem/free_asleep_gb"] = None
         if not self.resets:
@@ -63,15 +63,18 @@ class Meter:
         return found
 
 
-def used_gb() -> tuple[float, float]:
-    """What the trainer holds now, and the most since `reset_peak`, in GiB."""
+def peak_gb() -> float:
+    """The most that the process has held since `reset_peak`, or since it began, in GiB."""
     if torch.cuda.is_available():
-        return torch.cuda.memory_allocated() / GIB, torch.cuda.max_memory_allocated() / GIB
-    return resident_gb()
+        return torch.cuda.max_memory_allocated() / GIB
+    status = Path("/proc/self/status").read_text()
+    # The first of the two is the peak. A system without it has only what is held now.
+    peak = re.search(r"Vm(?:HWM|RSS):\s*(\d+) kB", status)
+    return int(peak[1]) / 2**20
 
 
 def reset_peak() -> bool:
-    """Set the peak to what is held now; False where the system does not allow it."""
+    """Set the peak to what is held now. False if the system does not allow it."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
         return True
@@ -82,22 +85,17 @@ def reset_peak() -> bool:
     return True
 
 
-def resident_gb() -> tuple[float, float]:
-    """Resident memory of this process now, and the most since it began or `reset_peak`, in GiB."""
-    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    now = fields["VmRSS"]
-    return tuple(int(field.split()[0]) / 2**20 for field in (now, fields.get("VmHWM", now)))
-
-
-def host_free_bytes(cgroups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
-    """What processes may still take of the host's memory and their cgroups' (version 2); cached files count as free."""
+def host_free_bytes(cgroups=Path("/sys/fs/cgroup"), own=Path("/proc/self/cgroup")) -> int:
+    """Bytes that this machine and the process's cgroups (version 2) can still give; cached files count as free."""
     free = [psutil.virtual_memory().available]
     found = re.search("^0::/(.*)$", own.read_text(), re.MULTILINE) if own.exists() else None
+
+    # A limit may be set at any level above the process.
     folders = [cgroups / found[1], *(cgroups / found[1]).parents] if found else []
     for folder in folders:
         limit = folder / "memory.max"
         if limit.exists() and limit.read_text().strip() != "max":
-            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-            used = int((folder / "memory.current").read_text()) - int(stat.get("inactive_file", 0))
+            cached = re.search(r"^inactive_file (\d+)", (folder / "memory.stat").read_text(), re.MULTILINE)
+            used = int((folder / "memory.current").read_text()) - int(cached[1])
             free.append(int(limit.read_text()) - used)
     return max(min(free), 0)
