@@ -65,8 +65,8 @@ VLLM = {
 @pytest.mark.parametrize(
     ("overrides", "needles"),
     [
-        ("resume=no", ["resume=False: legal is none, auto, or the folder of a checkpoint"]),
-        ("reward.functions.x.type=math", ["functions.x={'type': 'math'}: legal is file.py:function, or the name"]),
+        ("resume=no", ["resume=False: must be none, auto, or the folder of a checkpoint"]),
+        ("reward.functions.x.type=math", ["functions.x={'type': 'math'}: must be file.py:function, or the name"]),
         ("parallel.tp=two", ["parallel.tp", "two"]),
         *((f"model.dtype={name}", [f"{name!r}: must be 'bf16', 'fp16' or 'fp32'"]) for name in ("float16", "half")),
         ("actor.megatron.override_transformer_config.fp16=true", ["here model.dtype"]),
@@ -132,7 +132,7 @@ def test_a_mistake_is_told(dry_run, overrides, needles):
 
 def test_missing_config_and_missing_key(capfd, tmp_path):
     assert main(["--config", "nowhere.yaml", "--dry-run"]) == 2
-    assert "nowhere.yaml: no such file" in capfd.readouterr().err
+    assert "--config nowhere.yaml: cannot read the configuration: [Errno 2] No such file" in capfd.readouterr().err
     (tmp_path / "c.yaml").write_text("seed: 1\n")
     assert main(["--config", str(tmp_path / "c.yaml"), "--dry-run"]) == 2
     assert "data.train, model.path: not set" in capfd.readouterr().err

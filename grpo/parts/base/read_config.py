@@ -1,4 +1,4 @@
-"""How a configuration is read: the defaults, under YAML files, under `section.key=value` overrides."""
+"""How a configuration is read: YAML files lie over the defaults, and `section.key=value` overrides over the files."""
 
 import difflib
 import re
@@ -16,31 +16,72 @@ from grpo.parts.base.require import require
 
 SECTIONS = {key: kind for key, kind in Config.__annotations__.items() if isinstance(kind, type(Section))}
 KEYS = [*Config.model_fields, *(f"{section}.{key}" for section, kind in SECTIONS.items() for key in kind.model_fields)]
-
 LIKE = 0.75  # of difflib's ratio, 1 for equal names: "sahpe" and "shape" have 0.8, "stop" and "top_p" 0.67
 
 
 def load_config(path: str, overrides: list[str]) -> Config:
-    """The defaults, under the YAML file `path`, under `section.key=value` overrides. Raises UserError."""
+    """The configuration of the YAML file `path` under `section.key=value` overrides. Raises UserError."""
+    layers = read_files(Path(path)) + [read_override(override) for override in overrides]
     tree = {}
-    for layer in [*read_files(Path(path)), *map(read_override, overrides)]:
+    for layer in layers:
         for name in SECTIONS.keys() & layer.keys():
             if not isinstance(layer[name], dict):
-                inside = next(iter(SECTIONS[name].model_fields))
-                raise UserError(f"{name}={layer[name]!r}: this is a section; give its keys, such as {name}.{inside}")
+                raise UserError(f"{name}={layer[name]!r}: this is a section; give its keys, {name}.KEY=VALUE")
         tree = merge(tree, layer)
     return validate(tree, path)
 
 
-def merge(tree: Any, layer: Any) -> Any:
+def override(cfg: Config, values: dict[str, Any]) -> Config:
+    """A copy of the configuration with other values at dotted keys: {"train.lr": 1e-5}. Raises UserError."""
+    tree = cfg.model_dump()
+    for key, value in values.items():
+        tree = merge(tree, nest(key, value))
+    return validate(tree, "the file")
+
+
+def validate(tree: dict, path) -> Config:
+    """The configuration of a tree of plain values. Raises UserError that names the key and what is legal."""
+    try:
+        return Config.model_validate(tree)
+    except pydantic.ValidationError as error:
+        problems = error.errors()
+
+    missing, unknown, wrong = [], {}, []
+    for problem in problems:
+        name = ".".join(map(str, problem["loc"]))
+        if problem["type"] == "missing":
+            missing.append(name)
+        elif problem["type"] == "extra_forbidden":
+            unknown[name] = problem["input"]
+        else:
+            wrong.append(problem)
+
+    if unknown:
+        raise UserError(explain_unknown(unknown))
+    if wrong:
+        raise UserError(explain_wrong(wrong))
+    raise UserError(f"{', '.join(missing)}: not set; give it in {path} or as {missing[0]}=...")
+
+
+# ---------------------------------------------------------------- trees of settings
+
+
+def merge(tree, layer):
     """The tree of settings, changed by the settings of `layer`. Sections are merged, all else is replaced."""
     if not (isinstance(tree, dict) and isinstance(layer, dict)):
         return layer
     return tree | {key: merge(tree.get(key), value) for key, value in layer.items()}
 
 
-def dotted_items(tree: dict, above: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of every value in a tree of mappings; an empty one is a value."""
+def nest(key: str, value) -> dict:
+    """{section: {key: value}} of a dotted key."""
+    for name in reversed(key.split(".")):
+        value = {name: value}
+    return value
+
+
+def dotted_items(tree: dict, above="") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of every value in a tree of mappings. An empty mapping is a value."""
     for name, value in tree.items():
         if isinstance(value, dict) and value:
             yield from dotted_items(value, f"{above}{name}.")
@@ -54,7 +95,7 @@ def dotted_items(tree: dict, above: str = "") -> Iterator[tuple[str, Any]]:
 class Loader(yaml.SafeLoader):
     """YAML where 1e-6 is a number, a date is text, and no key may stand twice."""
 
-    def construct_mapping(self, node: yaml.Node, deep: bool = False) -> dict:
+    def construct_mapping(self, node, deep=False):
         names = [name.value for name, _ in node.value if isinstance(name, yaml.ScalarNode)]
         for name in names:
             if names.count(name) > 1:
@@ -73,143 +114,123 @@ EXPONENT = re.compile(r"[-+]?([0-9][0-9_]*(\.[0-9_]*)?|\.[0-9]+)[eE][-+]?[0-9]+$
 Loader.add_implicit_resolver("tag:yaml.org,2002:float", EXPONENT, "-+.0123456789")
 
 
-def read_files(path: Path, above: tuple[Path, ...] = ()) -> list[dict]:
-    """The settings of a YAML file, after those of the file that its `base` names, relative to its folder, and so on.
+def read_files(path: Path) -> list[dict]:
+    """The settings of a YAML file, after the settings of its `base`, a path relative to its folder, and so on.
 
-    `above`: the files whose `base` led here. Raises UserError.
+    Raises UserError.
     """
-    where = "--config " + ", its base ".join(map(str, (*above, path)))
-    try:
-        layer = yaml.load(path.read_bytes(), Loader) or {}
-    except FileNotFoundError:
-        raise UserError(f"{where}: no such file") from None
-    except Exception as error:  # PyYAML fails in any way where a value does not have the form of its tag
-        raise UserError(f"{where}: cannot read the configuration: {error}") from None
-    named = isinstance(layer, dict) and all(isinstance(name, str) for name in layer)
-    require(
-        named and isinstance(layer.get("base"), str | None),
-        f"{where}: legal are keys with values, where `base` is the path of a file",
-    )
-    require(len(above) < 10, f"{where}: the `base` files go round in a circle")
-    base = layer.pop("base", None)
-    # A section whose keys are all commented out is null in YAML.
-    layer = {key: value for key, value in layer.items() if value is not None or key not in SECTIONS}
-    return [*read_files(path.parent / base, (*above, path)), layer] if base else [layer]
+    layers = []
+    where = f"--config {path}"
+    for _ in range(10):
+        try:
+            layer = yaml.load(path.read_bytes(), Loader) or {}
+        except Exception as error:  # PyYAML fails in any way if a value does not have the form of its tag
+            raise UserError(f"{where}: cannot read the configuration: {error}") from None
+
+        named = isinstance(layer, dict) and all(isinstance(name, str) for name in layer)
+        require(
+            named and isinstance(layer.get("base"), str | None),
+            f"{where}: the file must hold keys with values, where `base` is the path of a file",
+        )
+        base = layer.pop("base", None)
+        # A section whose keys are all commented out is null in YAML.
+        layers.insert(0, {key: value for key, value in layer.items() if value is not None or key not in SECTIONS})
+        if not base:
+            return layers
+        path = path.parent / base
+        where += f", its base {path}"
+    raise UserError(f"{where}: the `base` files go round in a circle")
 
 
-def read_override(override: str) -> dict:
+def read_override(override) -> dict:
     """{section: {key: value}} of `section.key=value`, where the value is YAML. Raises UserError."""
     require(
         bool(re.fullmatch(r"[^.=\[\]]+(\.[^.=\[\]]+)*=.*", override, re.DOTALL)),
         f"override {override!r} is not of the form section.key=value",
     )
     key, _, text = override.partition("=")
-    section, _, name = key.rpartition(".")
-    kind = SECTIONS[section].model_fields.get(name) if section in SECTIONS else None
     try:
         value = yaml.load(text, Loader)
-        texts = kind and "str" in str(kind.annotation) and "dict" not in str(kind.annotation)
-        if texts and isinstance(value, dict) and text[0] != "{":
-            value = text  # that has a colon
-        return nest(key, value)
     except Exception as error:  # as above
         raise UserError(f"override {override!r}: its value is not YAML: {' '.join(str(error).split())}") from None
 
-
-def nest(key: str, value: Any) -> dict:
-    """{section: {key: value}} of a dotted key."""
-    for name in reversed(key.split(".")):
-        value = {name: value}
-    return value
+    # Text with a colon is a mapping in YAML. Here a mapping must have braces.
+    if isinstance(value, dict) and not text.lstrip().startswith("{"):
+        value = text
+    return nest(key, value)
 
 
-# ---------------------------------------------------------------- values for the keys
+# ---------------------------------------------------------------- what is wrong
 
-IN_A_RECIPE = ("algo.credit", "log.tokens")
 LEGAL = {  # of keys whose type does not say it
-    "resume": "none, auto, or the folder of a checkpoint; YAML reads no and off as false",
-    "reward.functions": "file.py:function, or the name of a reward, whose options go into reward.options",
+    "resume": "must be none, auto, or the folder of a checkpoint (YAML reads no and off as false)",
+    "reward.functions": "must be file.py:function, or the name of a reward, whose options go into reward.options",
 }
 
 
-def override(cfg: Config, values: dict[str, Any]) -> Config:
-    """A copy of the configuration with other values at dotted keys: {"train.lr": 1e-5}. Raises UserError."""
-    tree = cfg.model_dump()
-    for key, value in values.items():
-        tree = merge(tree, nest(key, value))
-    return validate(tree, "the file")
+def explain_wrong(problems: list[dict]):
+    """What the first key with a wrong value must be, from pydantic's errors."""
+    loc = problems[0]["loc"]  # names of the key; then entries, and the types of a union
+    place = loc[:2] if loc[0] in SECTIONS else loc[:1]
+    must = LEGAL.get(".".join(place))
+
+    # If the key's value is a dictionary, the entry is named too.
+    fields = SECTIONS[place[0]].model_fields if len(place) == 2 else Config.model_fields
+    if typing.get_origin(fields[place[-1]].annotation) is dict:
+        place = loc[: len(place) + 1]
+    if must is None:
+        messages = [problem["msg"] for problem in problems if problem["loc"][: len(place)] == place]
+        must = " or ".join(dict.fromkeys(messages)).replace("Input should", "must")
+    return f"{'.'.join(map(str, place))}={problems[0]['input']!r}: {must}"
 
 
-def validate(tree: dict, path: str) -> Config:
-    """The configuration of a tree of plain values. Raises UserError that names the key and what is legal."""
-    try:
-        return Config.model_validate(tree)
-    except pydantic.ValidationError as error:
-        errors = [(".".join(map(str, problem["loc"])), problem) for problem in error.errors()]
-    missing = sorted(name for name, problem in errors if problem["type"] == "missing")
-    wrong = [(name, problem) for name, problem in errors if problem["type"] != "missing"]
-    if not wrong:
-        raise UserError(f"{', '.join(missing)}: not set; give it in {path} or as {missing[0]}=...")
-    name, problem = wrong[0]
-    if problem["type"] == "extra_forbidden":
-        unknown = {name: problem["input"] for name, problem in wrong if problem["type"] == "extra_forbidden"}
-        raise UserError(explain_unknown(unknown))
-    key = max((key for key in KEYS if f"{name}.".startswith(f"{key}.")), key=len)  # beyond it stand types of a union
-    section, _, inside = key.rpartition(".")
-    kind = (SECTIONS[section] if section else Config).model_fields[inside].annotation
-    if typing.get_origin(kind) is dict and name != key:  # of one of its entries
-        key = f"{key}.{name.removeprefix(f'{key}.').split('.')[0]}"
-    legal = dict.fromkeys(other["msg"] for place, other in wrong if f"{place}.".startswith(f"{key}."))
-    must = " or ".join(legal).replace("Input should", "must")
-    for known, text in LEGAL.items():
-        if f"{key}.".startswith(f"{known}."):
-            must = f"legal is {text}"
-    raise UserError(f"{key}={problem['input']!r}: {must}")
-
-
-def explain_unknown(unknown: dict[str, Any]) -> str:
-    """What is right in place of unknown keys, a line each; of a section, a line a key where another trainer has any."""
+def explain_unknown(unknown: dict):
+    """What is right in place of unknown keys, in a line each. For a section of another trainer, a line for each key."""
     foreign = foreign_keys()
-    lines, more = [], []
+    lines, last = [], []
     for name, value in unknown.items():
         ours = {key: of_other_trainers(key, foreign) for key, _ in dotted_items({name: value})}
-        if name in IN_A_RECIPE:
-            lines.append(f"unknown key {name!r}; docs/recipes.md has it, as recipes/token_rewards.patch")
-        elif any(here is not None for here in ours.values()):
-            more = ["docs/from-other-trainers.md says what else differs"]
+        if any(here is not None for here in ours.values()):
             lines += [f"unknown key {key!r}; here {', '.join(here or ['none'])}" for key, here in ours.items()]
+            last = ["docs/from-other-trainers.md says what else differs"]
         else:
             lines.append(f"unknown key {name!r}; {suggest(name.lower())}")
-    return "\n       ".join([*lines, *more])
+    return "\n       ".join(lines + last)
 
 
 def foreign_keys() -> dict[str, list[str]]:
-    """{key of another trainer, or its last parts, in lower case: our keys}, [] where we have none."""
+    """{key of another trainer, or its last parts, in lower case: our keys}, [] if we have none."""
+    table = yaml.safe_load((Path(__file__).parent / "other_trainers.yaml").read_text())
     found = defaultdict(list)
-    for ours, trainers in yaml.safe_load((Path(__file__).parent / "other_trainers.yaml").read_text()).items():
+    for ours, trainers in table.items():
         for theirs in set(" ".join(trainers.values()).lower().split()):
             found[theirs] += [] if ours == "none" else ours.split(", ")
     return found
 
 
-def of_other_trainers(key: str, foreign: dict[str, list[str]]) -> list[str] | None:
-    """Our keys for one of another trainer, of its longest ending in `foreign`; [] if we have none, None if unknown."""
-    names = key.lower().split(".")
-    endings = (".".join(names[first:]) for first in range(len(names)))
-    return next((foreign[ending] for ending in endings if ending in foreign), None)
+def of_other_trainers(key, foreign: dict) -> list[str] | None:
+    """Our keys for the longest ending of `key` in `foreign`; [] if we have none, None if no ending is there."""
+    key = key.lower()
+    while key and key not in foreign:
+        key = key.partition(".")[2]
+    return foreign.get(key)
 
 
-def suggest(name: str) -> str:
-    """What to say to an unknown key: the nearest of its section; else all of these, and those of its name elsewhere."""
+def suggest(name):
+    """The answer to an unknown key: the nearest key of its section, or else all of them, and its name elsewhere."""
     section, _, own = name.rpartition(".")
     kind = Course if section.startswith("schedule.") else SECTIONS.get(section, Config)
     near = nearest(own, kind.model_fields)
     if near:
-        return f"the nearest legal key is {f'{section}.{near}'.lstrip('.')!r}"
+        key = f"{section}.{near}" if section else near
+        return f"the nearest legal key is {key!r}"
+
     elsewhere = "".join(f"there is {key}; " for key in KEYS if key.endswith(f".{own}"))
-    return f"{elsewhere}legal {f'in {section} ' if section else ''}are {', '.join(kind.model_fields)}"
+    where = f"in {section} " if section else ""
+    return f"{elsewhere}legal {where}are {', '.join(kind.model_fields)}"
 
 
 def nearest(name: str, legal: Iterable[str]) -> str | None:
-    """The legal name that is most like `name`; None where none differs as little as a slip of the keys does."""
-    return next(iter(difflib.get_close_matches(name, legal, n=1, cutoff=LIKE)), None)
+    """The legal name that is most like `name`; None if none differs as little as a slip of the keys does."""
+    near = difflib.get_close_matches(name, legal, n=1, cutoff=LIKE)
+    return near[0] if near else None
