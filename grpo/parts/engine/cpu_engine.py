@@ -1,7 +1,7 @@
 """Patches of vLLM 0.32, for the CPU alone: unique names in shared memory, pushes into packed weights, routes, masks."""
 
-import functools
 import uuid
+from functools import partial
 from pathlib import Path
 
 import numpy
@@ -12,31 +12,51 @@ from grpo.parts.engine import invariant
 from grpo.parts.engine.push_check import digest
 
 
-def prepare(by_row: bool = False) -> str:
-    """Patch vLLM before it starts, on all ranks; returns the prefix, unique to this run, of its files in /dev/shm.
+def prepare(by_row=False) -> str:
+    """Patch vLLM before it starts, on all ranks. Returns the prefix, unique to this run, of its files in /dev/shm.
 
-    `by_row`: what it computes of a token does not depend on the batch.
+    With `by_row`, what it computes for a token does not depend on the batch.
     """
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed as shm
 
     note_packed_weights()
     if by_row:
         invariant.prepare()
+
     prefix = f"train-grpo-{ranks.gather(uuid.uuid4().hex)[0]}"  # rank 0's
     group_name = shm.make_group_name
     shm.make_group_name = staticmethod(lambda communicator: prefix + group_name(communicator).replace("/", ""))
     return prefix
 
 
-def note_packed_weights() -> None:
+def patch_started(llm, prefix, return_routes, return_masks):
+    """Unlink its files in /dev/shm. Let it return each answer's routes, and the ids that each token was drawn from.
+
+    vLLM 0.32 itself returns these with model runner V2 only, which needs a GPU.
+    """
+    for file in Path("/dev/shm").glob(f"{prefix}*"):  # every rank has mapped them, and they cannot outlive the run now
+        file.unlink(missing_ok=True)
+
+    core = llm.llm_engine.engine_core.engine_core
+    if return_routes:
+        core.scheduler.aux_output_connector = Routes(llm)
+    if return_masks:
+        core.scheduler.return_sampling_mask = True
+        add_masks(core.model_executor.driver_worker.model_runner)
+
+
+# ---------------------------------------------------------------- packed weights
+
+
+def note_packed_weights():
     """Make vLLM's CPU layers keep, as `packed`, the ordered digests {name: [3]} of the weights they pack.
 
-    vLLM 0.32 packs weights for its kernels as they are loaded and drops the originals, so only there a push is visible.
+    vLLM 0.32 packs weights for its kernels as they are loaded and drops the originals, so a push is visible only there.
     """
     from vllm.model_executor.layers import utils
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts as Experts
 
-    def note(layer: torch.nn.Module, *names: str) -> None:
+    def note(layer, *names):
         dtype = getattr(layer, names[0]).dtype  # of a bias too, which some kernels want in fp32
         layer.packed = {}
         for name in names:
@@ -47,11 +67,11 @@ def note_packed_weights() -> None:
     pack = utils.dispatch_cpu_unquantized_gemm
     pack_experts = Experts.process_weights_after_loading
 
-    def note_and_pack(layer: torch.nn.Module, remove_weight: bool) -> None:
+    def note_and_pack(layer, remove_weight):
         note(layer, "weight", "bias")
         pack(layer, remove_weight)
 
-    def note_and_pack_experts(self, layer: torch.nn.Module) -> None:
+    def note_and_pack_experts(self, layer):
         note(layer, "w13_weight", "w2_weight")
         pack_experts(self, layer)
 
@@ -59,36 +79,25 @@ def note_packed_weights() -> None:
     Experts.process_weights_after_loading = note_and_pack_experts
 
 
-def unpack_experts(model: torch.nn.Module) -> None:
-    """Make a reload pack experts again: on the CPU vLLM 0.32 does so only where it finds no kernel."""
+def unpack_experts(model):
+    """Make a reload pack experts again. On the CPU vLLM 0.32 does so only if it finds no kernel."""
     for module in model.modules():
         method = getattr(module, "quant_method", None)
         if getattr(method, "moe_kernel", None) is not None:
             method.moe_kernel = None
 
 
-def repack_lm_head(model: torch.nn.Module) -> None:
-    """Pack a tied output layer again: on the CPU vLLM 0.32 keeps a packed copy, which a reload leaves stale."""
-    head = getattr(model, "lm_head", None)
-    if head is not None and getattr(head, "quant_method", None) is not None:
-        head.quant_method.process_weights_after_loading(head)
+def repack_lm_head(model):
+    """Pack a tied output layer again. On the CPU vLLM 0.32 keeps a packed copy, which a reload leaves stale."""
+    method = getattr(model.lm_head, "quant_method", None)
+    if method is not None:
+        method.process_weights_after_loading(model.lm_head)
 
 
-def patch_started(llm, prefix: str, return_routes: bool, return_masks: bool) -> None:
-    """Unlink its files in /dev/shm; make it return the experts of each answer's tokens, and the ids that each was drawn
-    from. vLLM 0.32 itself returns them with model runner V2 only.
-    """
-    for file in Path("/dev/shm").glob(f"{prefix}*"):  # every rank has mapped them, and they cannot outlive the run now
-        file.unlink(missing_ok=True)
-    core = llm.llm_engine.engine_core.engine_core
-    if return_routes:
-        core.scheduler.aux_output_connector = Routes(llm)
-    if return_masks:
-        core.scheduler.return_sampling_mask = True
-        add_masks(core.model_executor.driver_worker.model_runner)
+# ---------------------------------------------------------------- masks and routes
 
 
-def add_masks(runner) -> None:
+def add_masks(runner):
     """Put into the runner's output the ids that have a log-prob in the distribution that is sampled from."""
     from vllm.v1.outputs import SamplingMaskLists
 
@@ -107,7 +116,8 @@ def add_masks(runner) -> None:
             output.sampling_masks = SamplingMaskLists(ids.int().numpy(), starts)
         return output
 
-    runner.sampler.sample, runner.sample_tokens = note, with_masks
+    runner.sampler.sample = note
+    runner.sample_tokens = with_masks
 
 
 class Routes:
@@ -120,9 +130,12 @@ class Routes:
         model = engine.vllm_config.model_config
         scheduler = engine.engine_core.engine_core.scheduler
         self.manager = scheduler.kv_cache_manager
-        groups = scheduler.kv_cache_config.kv_cache_groups  # linear attention has groups of its own, of states
+
+        # Linear attention has groups of its own, which hold states.
+        groups = scheduler.kv_cache_config.kv_cache_groups
         self.group = [isinstance(group.kv_cache_spec, AttentionSpec) for group in groups].index(True)
         self.attention = groups[self.group].layer_names[0]
+
         self.experts = torch.zeros(
             scheduler.kv_cache_config.num_blocks,
             groups[self.group].kv_cache_spec.block_size,
@@ -132,14 +145,15 @@ class Routes:
         )
         llm.apply_model(self.listen)
 
-    def listen(self, model: torch.nn.Module) -> None:
+    def listen(self, model):
+        """Let the routers of the model call `note`."""
         from vllm.model_executor.layers.fused_moe.layer import MoERunner
 
         for module in model.modules():
             if isinstance(module, MoERunner):
-                module.router.set_capture_fn(functools.partial(self.note, module.layer_id))
+                module.router.set_capture_fn(partial(self.note, module.layer_id))
 
-    def note(self, layer: int, experts: torch.Tensor) -> None:
+    def note(self, layer, experts):
         """Store the experts [tokens, k] of a forward pass at its tokens' slots in the KV cache."""
         from vllm.forward_context import get_forward_context
 
@@ -148,7 +162,7 @@ class Routes:
             slots = slots[self.attention]
             self.experts.flatten(0, 1)[slots, layer] = experts[: len(slots)].to(self.experts.dtype)
 
-    def take_output(self, request, unused) -> numpy.ndarray | None:
+    def take_output(self, request, unused) -> numpy.ndarray:
         """The experts of the tokens that were computed for a request's last one, [tokens, layers, k].
 
         vLLM joins them. A text of rollout.stop ends an answer outside of the scheduler, where no request finishes.
@@ -157,7 +171,7 @@ class Routes:
         first = 0 if request.num_output_tokens == 1 else request.num_tokens - 2
         return self.experts[blocks].flatten(0, 1)[first : request.num_tokens - 1].numpy()
 
-    def _ignore(self, *unused) -> None:
-        """vLLM calls these; nothing is to be done, as new tokens overwrite the experts in their slots."""
+    def _ignore(self, *unused):
+        """vLLM calls these. New tokens overwrite the experts in their slots, so there is nothing to do."""
 
     build_connector_meta = request_finished = reset = _ignore

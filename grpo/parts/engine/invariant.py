@@ -1,8 +1,12 @@
 """vLLM 0.32 on a CPU, so that an answer's bits do not depend on what else is in the batch (model.match_engine).
 
-Three things make them depend on it. With fewer rows than ROWS a linear layer sums in another order. On a CPU with AMX
-small layers have a kernel of their own, which takes another way by the number of rows. Attention divides keys into
-tiles by the number of a request's queries. `prepare` changes all three, before vLLM starts.
+Three things make them depend on it:
+
+- With fewer rows than ROWS a linear layer sums in another order.
+- On a CPU with AMX small layers have a kernel of their own, whose order depends on the number of rows.
+- Attention divides keys into tiles by the number of a request's queries.
+
+`prepare` changes all three, before vLLM starts.
 """
 
 from dataclasses import replace
@@ -13,13 +17,14 @@ import torch
 from grpo.parts.base.by_row import ROWS, at_least, product, queries_of_a_piece, split_queries
 
 
-def prepare() -> None:
+def prepare():
     """Patch vLLM's linear layers, its head and the plan of its attention."""
     from vllm.model_executor.layers import logits_processor, utils
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadataBuilder as Builder
 
-    gemm, build = utils.cpu_unquantized_gemm, Builder.build
+    gemm = utils.cpu_unquantized_gemm
     apply_head = logits_processor.LogitsProcessor._apply_head
+    build = Builder.build
 
     def by_row(layer, x, weight, bias=None):
         rows = x.flatten(0, -2)
@@ -37,11 +42,13 @@ def prepare() -> None:
         if common.max_query_len > most:  # else each request is one piece
             queries_S = np.diff(common.query_start_loc.numpy())
             segment_P, queries_P, keys_P = split_queries(queries_S, common.seq_lens.numpy(), most)
-            starts = torch.from_numpy(np.cumsum([0, *queries_P], dtype=np.int32))
-            keys = torch.from_numpy(keys_P.astype(np.int32))
-            table = common.block_table_tensor[torch.from_numpy(segment_P)]
-            pieces = {"query_start_loc": starts, "seq_lens": keys, "block_table_tensor": table}
-            common = replace(common, num_reqs=len(queries_P), **pieces)
+            common = replace(
+                common,
+                num_reqs=len(queries_P),
+                query_start_loc=torch.from_numpy(np.cumsum([0, *queries_P], dtype=np.int32)),
+                seq_lens=torch.from_numpy(keys_P.astype(np.int32)),
+                block_table_tensor=common.block_table_tensor[torch.from_numpy(segment_P)],
+            )
         return build(self, common_prefix_len, common, fast_build)
 
     utils.cpu_unquantized_gemm = by_row

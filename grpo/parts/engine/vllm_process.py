@@ -6,7 +6,6 @@ import math
 import os
 import sys
 from types import ModuleType
-from typing import Any
 
 import torch
 import transformers
@@ -14,10 +13,10 @@ import transformers
 from grpo.parts.base.hf_folder import read_config
 
 
-def set_environment(exact: bool = False, dtype: str = "bf16") -> None:
+def set_environment(exact=False, dtype="bf16"):
     """Set variables that vLLM, or torch for it, reads at import or at its first allocation.
 
-    A variable that the user has set stays. `exact`: rollout.exact; `dtype`: model.dtype.
+    `exact` is rollout.exact, `dtype` is model.dtype. A variable that the user has set stays.
     """
     defaults = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs inside this process
@@ -25,31 +24,35 @@ def set_environment(exact: bool = False, dtype: str = "bf16") -> None:
         "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else every rank is bound to the same cores
     }
+
     if torch.cuda.device_count() == 0:
         defaults["TORCHDYNAMO_DISABLE"] = "1"  # it would compile one small function in C++ at every start
     else:
-        # With a seed per prompt the old runner samples one request after the other, the new one all at once.
+        # With a seed per prompt the old runner samples one request after the other, the new one samples all at once.
         defaults["VLLM_USE_V2_MODEL_RUNNER"] = "1"
         defaults["VLLM_USE_FLASHINFER_SAMPLER"] = "0"  # never used with processed log-probs, but imported
-        if exact:  # the workspace is the one that vLLM 0.26 and 0.32 set themselves from compute capability 9.0 on
-            defaults |= {"VLLM_BATCH_INVARIANT": "1", "CUBLAS_WORKSPACE_CONFIG": ":16:8"}
+        if exact:
+            defaults["VLLM_BATCH_INVARIANT"] = "1"
+            # vLLM 0.26 and 0.32 set this workspace themselves from compute capability 9.0 on.
+            defaults["CUBLAS_WORKSPACE_CONFIG"] = ":16:8"
         if dtype == "fp32":  # vLLM's attention is then Triton's, which would multiply in TF32
             defaults["TRITON_F32_DEFAULT"] = "ieee"
+
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
 
 
 def capture_size(batch: int) -> int:
-    """The largest batch to capture a CUDA graph of, so that `batch` requests have one; at most 512."""
-    step = 8 if batch <= 256 else 16  # vLLM captures these multiples up to the number that it is given
+    """The largest batch of which to capture a CUDA graph, so that `batch` requests have one; at most 512."""
+    step = 8 if batch <= 256 else 16  # vLLM captures the multiples of these up to the size that it gets
     return min(math.ceil(batch / step) * step, 512)
 
 
-def most_sequences(batch: int, tp: int) -> dict[str, int]:
-    """vLLM's option that lets `batch` requests run together, at most 512, where its default for this machine is less.
+def most_sequences(batch: int, tp: int) -> dict:
+    """vLLM's option that lets `batch` requests run together, at most 512, if its default for this machine is less.
 
-    Each costs memory as its logits do: of 152,000 tokens 0.6 MB while vLLM sleeps, and 1.8 MB more while it samples. Of
-    more than 512 requests vLLM captures no CUDA graph.
+    Each request costs memory as its logits do: with 152,000 tokens 0.6 MB while vLLM sleeps, and 1.8 MB more while it
+    samples. Beyond 512 requests vLLM captures no CUDA graph.
     """
     from vllm import EngineArgs
     from vllm.usage.usage_lib import UsageContext
@@ -59,20 +62,21 @@ def most_sequences(batch: int, tp: int) -> dict[str, int]:
     return {"max_num_seqs": wanted} if wanted > defaults[UsageContext.LLM_CLASS] else {}
 
 
-def let_segments_grow() -> None:
-    """Let torch's allocator make expandable segments from now on, unless the user has set it up: rows differ in length,
-    and such segments leave fewer holes. To be called when vLLM has started: docs/dev/field-notes.md says why.
+def let_segments_grow():
+    """Let torch's allocator make expandable segments from now on, unless the user has set it up.
+
+    Rows differ in length, and such segments leave fewer holes. Call it after vLLM has started: docs/dev/field-notes.md
+    says why.
     """
-    if any(os.environ.get(name) for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")):
+    if os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF"):
         return
-    change = getattr(torch._C, "_accelerator_setAllocatorSettings", None) or torch.cuda.memory._set_allocator_settings
-    change("expandable_segments:True")
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
 def keeps_weights(model: torch.nn.Module) -> bool:
-    """Whether vLLM holds all weights of `model` as a checkpoint has them, on a GPU: then a push is copied into them.
+    """Whether vLLM on a GPU holds all weights of `model` as a checkpoint has them, so that a push is copied into them.
 
-    Its reload, which quantized weights and experts need, makes each layer anew first: a third of a push's time.
+    vLLM's reload, which quantized weights and experts need, makes each layer anew first: a third of a push's time.
     """
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
@@ -81,26 +85,29 @@ def keeps_weights(model: torch.nn.Module) -> bool:
     return methods <= {type(None), UnquantizedLinearMethod, UnquantizedEmbeddingMethod}
 
 
-def engine_options() -> dict[str, Any]:
-    """Fields of vLLM's EngineArgs and their types; grpo/run/preflight/options.py says which `rollout.vllm` may hold."""
+def engine_options() -> dict:
+    """Fields of vLLM's EngineArgs and their types. grpo/run/preflight/options.py lists those rollout.vllm may set."""
     set_environment()
     from vllm import EngineArgs
 
     return {field.name: field.type for field in dataclasses.fields(EngineArgs)}
 
 
-def prepare_linear_attention(path: str) -> dict[str, Any]:
-    """Let vLLM make of a Qwen3.5 in the folder `path` its language model alone, and not ask for torchvision, which only
-    the image processors need that it imports.
+def prepare_linear_attention(path: str) -> dict:
+    """Let vLLM build only the language model of a Qwen3.5 in the folder `path`, on a machine without torchvision.
 
     Returns options of the engine: with prefix caching vLLM wants chunked prefill.
     """
     if not read_config(path).model_type.startswith("qwen3_5"):
         return {}
+
+    # vLLM imports image processors, which import torchvision and warn if it is not there.
     level = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()  # of its image processors, it says that they lack torchvision
-    parts = ("", ".io", ".transforms", ".transforms.v2", ".transforms.v2.functional")
-    absent = [] if importlib.util.find_spec("torchvision") else [f"torchvision{part}" for part in parts]
+    transformers.logging.set_verbosity_error()
+    absent = []
+    if importlib.util.find_spec("torchvision") is None:
+        parts = ("", ".io", ".transforms", ".transforms.v2", ".transforms.v2.functional")
+        absent = [f"torchvision{part}" for part in parts]
     for name in absent:
         sys.modules[name] = ModuleType(name)
     from vllm import ModelRegistry
@@ -110,6 +117,8 @@ def prepare_linear_attention(path: str) -> dict[str, Any]:
     for name in absent:
         del sys.modules[name]
     transformers.logging.set_verbosity(level)
+
+    # The whole model's name stands for its language model too, which skips the weights for images.
     for name in ("Qwen3_5", "Qwen3_5Moe"):
         family = getattr(qwen3_5, f"{name}ForCausalLM")
         ModelRegistry.register_model(f"{name}ForCausalLM", family)
