@@ -1,4 +1,4 @@
-"""The files of a run, its lock, and how files and folders are written safely to the disk."""
+"""The files of a run, its lock, and safe writing of files and folders to the disk."""
 
 import contextlib
 import fcntl
@@ -18,29 +18,34 @@ from config import UserError
 from grpo.parts.base.versions import versions
 
 
-def log_metrics(out: Path, metrics: dict) -> None:
-    """Add a line to metrics.jsonl, on the disk before this returns; null for NaN and infinity."""
-    numbers = {key: value if value is None or math.isfinite(value) else None for key, value in metrics.items()}
+def log_metrics(out: Path, metrics: dict):
+    """Add a line to metrics.jsonl and wait until it is on the disk. NaN and infinity become null."""
+    numbers = metrics.copy()
+    for key, value in metrics.items():
+        if value is not None and not math.isfinite(value):
+            numbers[key] = None
     with (out / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(numbers, default=float) + "\n")
     sync(out / "metrics.jsonl")
 
 
 def read_metrics(out: Path) -> list[dict]:
-    """The lines of metrics.jsonl that are of training steps; none where there is no such file."""
+    """The lines of metrics.jsonl that are of training steps; [] if there is no such file."""
     log = out / "metrics.jsonl"
-    lines = log.read_text().splitlines() if log.exists() else []
-    return [row for row in map(json.loads, lines) if "reward/mean" in row]
+    if not log.exists():
+        return []
+    rows = [json.loads(line) for line in log.read_text().splitlines()]
+    return [row for row in rows if "reward/mean" in row]
 
 
 # ---------------------------------------------------------------- the output folder
 
 
 def lock_output_dir(path: Path) -> IO | None:
-    """Lock the output folder `path` for this process; keep the returned file open. Raises UserError.
+    """Lock the output folder `path` for this process. Keep the returned file open. Raises UserError if it is in use.
 
-    The lock is on the file `path`.lock beside the folder, and ends with the process, however it dies. It warns, and
-    returns None, where the file system has no locks.
+    The lock is on the file `path`.lock beside the folder, and ends with the process, however it dies. If the file
+    system has no locks, this warns and returns None.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     place = Path(f"{os.path.abspath(path)}.lock")
@@ -50,18 +55,20 @@ def lock_output_dir(path: Path) -> IO | None:
     except BlockingIOError:
         owner = place.read_text().strip() or "another process"
         raise UserError(
-            f"output_dir={path} is in use by {owner}: two runs in one output folder would mix; choose another"
+            f"output_dir={path} is in use by {owner}. Two runs in one output folder would mix; choose another"
         ) from None
     except OSError as error:  # some network file systems have no locks
         print(f"warning: output_dir={path} cannot be locked ({error.strerror}); start no second run in it", flush=True)
         return None
+
+    # Other processes read here who has the lock.
     file.truncate(0)
     file.write(f"process {os.getpid()} on host {socket.gethostname()}\n")
     file.flush()
     return file
 
 
-def open_output_dir(path: Path, config_yaml: str, resume: str, step: int) -> None:
+def open_output_dir(path: Path, config_yaml, resume, step):
     """Prepare the output folder, which is locked, for the steps after `step`, as `resume` says. Raises UserError."""
     try:
         if resume == "none" and (path / "metrics.jsonl").exists():  # never mixed with an earlier run
@@ -70,6 +77,7 @@ def open_output_dir(path: Path, config_yaml: str, resume: str, step: int) -> Non
                 number += 1
             aside = path.rename(path.with_name(f"{path.name}.{number}"))
             print(f"moved the earlier run in {path} to {aside}")
+
         (path / "rollouts").mkdir(parents=True, exist_ok=True)
         (path / "config.yaml").write_text(config_yaml)
         drop_later_steps(path, step)
@@ -78,7 +86,7 @@ def open_output_dir(path: Path, config_yaml: str, resume: str, step: int) -> Non
         raise UserError(f"output_dir={path}: {error}") from None
 
 
-def drop_later_steps(path: Path, step: int) -> None:
+def drop_later_steps(path: Path, step):
     """Remove from an output folder what was written for the steps after `step`, and what is not complete."""
     log = path / "metrics.jsonl"
     lines = log.read_text().splitlines(keepends=True) if log.exists() else []
@@ -90,9 +98,10 @@ def drop_later_steps(path: Path, step: int) -> None:
             kept.append(line)
     log.with_suffix(".tmp").write_text("".join(kept))
     log.with_suffix(".tmp").rename(log)
+
     for file in (path / "rollouts").iterdir():
-        ours = re.fullmatch(r"(step|eval)_(\d+)\.jsonl(\.tmp)?", file.name)
-        if ours and (int(ours[2]) > step or step == 0 or ours[3]):
+        ours = re.fullmatch(r"(?:step|eval)_(\d+)\.jsonl(\.tmp)?", file.name)
+        if ours and (int(ours[1]) > step or step == 0 or ours[2]):
             file.unlink()
 
 
@@ -100,7 +109,7 @@ def drop_later_steps(path: Path, step: int) -> None:
 
 
 def try_to_write(folder: Path) -> OSError | None:
-    """What the system says where it refuses a small file in `folder` or the nearest above; None where it writes it."""
+    """The system's error if it refuses a small file in `folder`, or in the nearest above it; None if it writes it."""
     try:
         with tempfile.NamedTemporaryFile(dir=nearest_existing(folder), prefix=".writable-") as file:
             file.write(bytes(1 << 20))
@@ -111,17 +120,20 @@ def try_to_write(folder: Path) -> OSError | None:
 
 def nearest_existing(folder: Path) -> Path:
     """The folder, or the nearest one above it that exists."""
-    return next(path for path in [folder.absolute(), *folder.absolute().parents] if path.is_dir())
+    folder = folder.absolute()
+    while not folder.is_dir():
+        folder = folder.parent
+    return folder
 
 
-def write_synced(path: Path, text: str) -> None:
+def write_synced(path: Path, text):
     """Write a file and wait until it is on the disk."""
     path.write_text(text)
     sync(path)
 
 
-def sync(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk."""
+def sync(path: Path):
+    """Wait until a file, or the list of names in a folder, is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -131,7 +143,7 @@ def sync(path: Path) -> None:
 
 @contextlib.contextmanager
 def complete_folder(target: Path) -> Iterator[Path]:
-    """A new folder to fill, which becomes `target`, complete and on the disk, where the block ends without an error."""
+    """A new folder to fill. If the block ends without an error, it becomes `target`, complete and on the disk."""
     temporary = make_temporary_folder(target)
     try:
         yield temporary
@@ -144,15 +156,15 @@ def complete_folder(target: Path) -> Iterator[Path]:
 
 
 def make_temporary_folder(target: Path) -> Path:
-    """An empty folder `target`.tmp, in place of one that a killed process has left."""
+    """An empty folder `target`.tmp. One that a killed process has left is removed first."""
     temporary = target.with_name(f"{target.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     return temporary
 
 
-def put_in_place(temporary: Path, target: Path) -> None:
-    """Give a folder, whose files are on the disk, its final name; one that has it already is replaced as a whole."""
+def put_in_place(temporary: Path, target: Path):
+    """Give a folder, whose files are on the disk, its final name. A folder of this name is replaced as a whole."""
     sync(temporary)
     if target.exists():
         add_suffix(target, "replaced")
@@ -161,7 +173,7 @@ def put_in_place(temporary: Path, target: Path) -> None:
     shutil.rmtree(target.with_name(f"{target.name}.replaced"), ignore_errors=True)
 
 
-def add_suffix(folder: Path, reason: str) -> None:
+def add_suffix(folder: Path, reason):
     """Rename a folder to NAME.REASON, so that nothing takes it for a valid checkpoint, export or cache any more."""
     target = folder.with_name(f"{folder.name}.{reason}")
     shutil.rmtree(target, ignore_errors=True)
@@ -174,16 +186,15 @@ def digest_file(path: Path) -> list:
         return [os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest()]
 
 
-def split_by_bytes(tensors: Iterable[tuple], limit: int) -> Iterator[list[tuple]]:
-    """Consecutive (name, tensor, ...), as lists of `limit` bytes at most each, or of one larger tensor."""
-    part = []
-    size = 0
+def split_by_bytes(tensors: Iterable[tuple], limit) -> Iterator[list[tuple]]:
+    """Divide (name, tensor, ...) items into lists of consecutive ones, each with at most `limit` bytes or one item."""
+    part, size = [], 0
     for item in tensors:
-        if part and size + item[1].nbytes > limit:
+        nbytes = item[1].nbytes
+        if part and size + nbytes > limit:
             yield part
-            part = []
-            size = 0
+            part, size = [], 0
         part.append(item)
-        size += item[1].nbytes
+        size += nbytes
     if part:
         yield part

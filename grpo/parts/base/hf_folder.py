@@ -1,4 +1,4 @@
-"""Folders in Hugging Face's format: where a model's files are, what they hold, and the export of a trained one."""
+"""Folders in Hugging Face's format: where a model's files are, what they hold, and the export of a trained model."""
 
 import hashlib
 import json
@@ -18,32 +18,31 @@ from grpo.parts.base import ranks
 from grpo.parts.base.files import complete_folder, split_by_bytes
 
 EXPORT_SHARD_BYTES = 4 << 30
-UNTRAINED = ("model.visual.", "mtp.")  # weights for images and of multi-token prediction, which an export copies
-# Of all experts of a layer, where they are one tensor.
+UNTRAINED = ("model.visual.", "mtp.")  # weights for images and multi-token prediction, which an export copies
+# Tensors that hold all experts of a layer, and the projections in them
 JOINED = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
-def check_found(path: str, key: str) -> None:
-    """ValueError unless the model `path`, the value of `key`, is a folder, or in the hub, asked once, or its cache."""
+def check_found(path: str, key: str):
+    """Raises ValueError unless `path`, the value of `key`, is a folder, or a model in the hub or its cache."""
     try:
-        if Path(path).is_dir():  # an OSError where a name is too long
+        if Path(path).is_dir():  # raises OSError if the name is too long
             return
-        import huggingface_hub as hub
+        import huggingface_hub
 
-        if not isinstance(hub.try_to_load_from_cache(path, "config.json"), str):
-            hub.get_hf_file_metadata(hub.hf_hub_url(path, "config.json"))
+        huggingface_hub.hf_hub_download(path, "config.json")
     except Exception as error:  # of the hub, or of the network, whose classes depend on the client
-        said = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        said = " ".join(str(error).split())[:200]
         raise ValueError(
             f"{key}={path}: there is no folder {Path(path).absolute()}, and the hub does not give a model of this name "
-            f"({said}). Give the folder of a model on this machine, {key}=FOLDER, with config.json, the tokenizer's "
-            "files and safetensors, or a name such as Qwen/Qwen2.5-0.5B-Instruct"
+            f"({type(error).__name__}: {said}). Give the folder of a model on this machine, {key}=FOLDER, with "
+            "config.json, the tokenizer's files and safetensors, or a name such as Qwen/Qwen2.5-0.5B-Instruct"
         ) from None
 
 
 def read_config(path: str):
-    """The configuration of a model's language model, with the whole's architecture and the `prefix` of its weights."""
+    """The configuration of a model's language model, with the whole model's architectures and its weights' `prefix`."""
     import transformers
 
     whole = transformers.AutoConfig.from_pretrained(path)
@@ -55,10 +54,10 @@ def read_config(path: str):
 
 
 def local_folder(path: str) -> str:
-    """The folder of a model: `path` itself, or the download of a hub name (the hub's client locks between ranks)."""
+    """The folder of a model: `path` itself, or the download of a hub name. Ranks may call this together."""
     if Path(path).is_dir():
         return path
-    import huggingface_hub  # costs a start a second
+    import huggingface_hub  # takes a second
 
     patterns = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
     return huggingface_hub.snapshot_download(path, allow_patterns=patterns)
@@ -68,36 +67,32 @@ def count_weights(path: str) -> int:
     """Elements of all tensors in the safetensors files of a model's folder or hub name."""
     total = 0
     for file in set(safetensor_files(local_folder(path)).values()):
-        with safe_open(file, framework="pt") as handle:
-            total += sum(math.prod(handle.get_slice(name).get_shape()) for name in handle.keys())  # noqa: SIM118
+        with safe_open(file, framework="pt") as opened:
+            total += sum(math.prod(opened.get_slice(name).get_shape()) for name in opened.keys())  # noqa: SIM118
     return total
 
 
 def safetensor_files(path: str) -> dict[str, str]:
-    """Tensor name → file, for the safetensors of a folder; experts that are one tensor have the names of each.
+    """Tensor name → file, for the safetensors of a folder. Experts that are one tensor have a name for each.
 
-    Raises ValueError where they are not whole, or not clear.
+    Raises ValueError if a file is not whole, or if it is not clear which files are the model.
     """
-    index, whole = Path(path, "model.safetensors.index.json"), Path(path, "model.safetensors")
-    files = {*Path(path).glob("*.safetensors")}  # vLLM reads them all, if there is no index
-    if not index.exists() and files != {whole}:
+    index = Path(path, "model.safetensors.index.json")
+    whole = Path(path, "model.safetensors")
+    files = {*Path(path).glob("*.safetensors")}
+    if not index.exists() and files != {whole}:  # without an index vLLM reads them all
         held = ", ".join(sorted(file.name for file in files)) or "no safetensors"
         raise ValueError(f"without {index.name} it must hold {whole.name} and no others, but has {held}")
-    found, file = {}, index
+
+    found = {}
+    file = index
     try:
         if index.exists():
             files = {Path(path, name) for name in json.loads(index.read_text())["weight_map"].values()}
         for file in sorted(files):
-            with safe_open(file, framework="pt") as opened:
-                for name in opened.keys():  # noqa: SIM118
-                    block, _, last = name.rpartition(".")
-                    is_joined = block.endswith(".experts") and last in JOINED and not name.startswith(UNTRAINED)
-                    experts = range(opened.get_slice(name).get_shape()[0] if is_joined else 0)
-                    names = [f"{block}.{e}.{part}_proj.weight" for e in experts for part in JOINED[last]]
-                    found |= dict.fromkeys(names or [name], str(file))
+            found |= dict.fromkeys(tensor_names(file), str(file))
     except (OSError, ValueError, SafetensorError) as error:
-        is_former = whole.exists() and file != whole
-        former = f", or remove {index.name}, if {whole.name} is the model" if is_former else ""
+        former = f", or remove {index.name}, if {whole.name} is the model" if index.exists() and whole.exists() else ""
         raise ValueError(
             f"{file} cannot be read ({error}): it is missing, cut off, or a pointer of git-lfs; fetch it again "
             f"(`git lfs pull`, `hf download`){former}"
@@ -105,11 +100,27 @@ def safetensor_files(path: str) -> dict[str, str]:
     return found
 
 
+def tensor_names(path: Path) -> list[str]:
+    """The names of the tensors in a safetensors file, for `read_tensor`."""
+    names = []
+    with safe_open(path, framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118
+            block, _, last = name.rpartition(".")
+            if block.endswith(".experts") and last in JOINED and not name.startswith(UNTRAINED):
+                for expert in range(file.get_slice(name).get_shape()[0]):
+                    names += [f"{block}.{expert}.{part}_proj.weight" for part in JOINED[last]]
+            else:
+                names.append(name)
+    return names
+
+
 def read_tensor(file, name: str) -> torch.Tensor:
-    """A tensor of an open file, by a name of `safetensor_files`."""
+    """A tensor of an open safetensors file, by a name of `tensor_names`."""
     match = EXPERT.fullmatch(name)
     if not match or name in file.keys():  # noqa: SIM118
         return file.get_tensor(name)
+
+    # One of the experts that are one tensor: down_proj [experts, ...], gate_up_proj [experts, 2 × ..., ...]
     block, expert, part = match.groups()
     if part == "down":
         return file.get_slice(f"{block}.down_proj")[int(expert)]
@@ -119,14 +130,14 @@ def read_tensor(file, name: str) -> torch.Tensor:
 
 
 def digest_weights(path: str) -> str:
-    """Digest of a model's tensors, however files hold them; each rank reads a share, and all return the same."""
+    """Digest of a model's tensors, whichever files hold them. Each rank reads a share, and all return the same."""
     files = safetensor_files(path)
     digests = []
     for name in sorted(files)[dist.get_rank() :: dist.get_world_size()]:
         with safe_open(files[name], framework="pt") as file:
             content = read_tensor(file, name).flatten().view(torch.uint8).numpy()
             digests.append((name, hashlib.sha256(content).hexdigest()))
-    whole = sorted(pair for part in ranks.gather(digests) for pair in part)
+    whole = sorted(chain.from_iterable(ranks.gather(digests)))
     return hashlib.sha256(json.dumps(whole).encode()).hexdigest()
 
 
@@ -138,17 +149,18 @@ def untrained(path: str) -> Iterator[tuple[str, torch.Tensor]]:
                 yield name, read_tensor(file, name)
 
 
-def export_hf(weights: Iterable[tuple[str, torch.Tensor]], source: str, target: Path) -> None:
+def export_hf(weights: Iterable[tuple[str, torch.Tensor]], source: str, target: Path):
     """Write (Hugging Face name, full tensor) pairs to the folder `target` so that transformers and vLLM load it.
 
-    Config, tokenizer and what is UNTRAINED come from `source`. Called on every rank, written by rank 0, which holds one
-    file of EXPORT_SHARD_BYTES at most in memory; `target` is complete or absent.
+    Config, tokenizer and UNTRAINED weights come from `source`. All ranks call this. Rank 0 writes, with at most one
+    file of EXPORT_SHARD_BYTES in memory. `target` is complete or absent.
     """
     if dist.get_rank() == 0:
         with complete_folder(target) as folder:
             for file in Path(source).iterdir():
                 if file.suffix in (".json", ".jinja", ".txt", ".model") and not file.name.endswith(".index.json"):
                     shutil.copy(file, folder)
+
             weight_map = {}
             on_host = ((name, tensor.cpu()) for name, tensor in weights)
             for shard in split_by_bytes(chain(on_host, untrained(source)), EXPORT_SHARD_BYTES):
@@ -156,6 +168,7 @@ def export_hf(weights: Iterable[tuple[str, torch.Tensor]], source: str, target: 
                 save_file(dict(shard), folder / file, metadata={"format": "pt"})
                 weight_map |= dict.fromkeys(dict(shard), file)
                 del shard  # before the next is gathered
+
             index = {"metadata": {}, "weight_map": weight_map}
             (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
     else:

@@ -1,4 +1,4 @@
-"""Processes of ours, and how they are ended. Imports the standard library only, so that they start quickly."""
+"""The trainer's own processes, and how they are ended. Imports the standard library only, for a quick start."""
 
 import contextlib
 import ctypes
@@ -10,16 +10,18 @@ REPO = Path(__file__).resolve().parents[3]
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 
 
-def kill_family(pid: int) -> None:
+def kill_family(pid: int):
     """Kill a process that leads its session, all of that session, and all descendants, whatever sessions they made."""
+    # A stopped process starts no others, so this loop ends.
     stopped = set()
     running = find_family({pid})
-    while running:  # stopped processes start no others, so this ends with all of them
+    while running:
         for member in running:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(member, signal.SIGSTOP)
         stopped |= running
         running = find_family(stopped | {pid}) - stopped
+
     for member in stopped:
         with contextlib.suppress(ProcessLookupError):
             os.kill(member, signal.SIGKILL)
@@ -27,7 +29,7 @@ def kill_family(pid: int) -> None:
 
 def find_family(members: set[int]) -> set[int]:
     """Living processes among the members, their children, and all in a session that one of them leads."""
-    import psutil  # here, since most processes of ours do not need it
+    import psutil  # here, since most of the processes do not need it
 
     related = set()
     for process in psutil.process_iter():
@@ -38,8 +40,8 @@ def find_family(members: set[int]) -> set[int]:
     return related
 
 
-def die_with_parent(adopt: bool = False) -> None:
-    """Be killed when the thread that started this process ends; with `adopt`, inherit orphaned grandchildren."""
+def die_with_parent(adopt: bool = False):
+    """Be killed when the thread that started this process ends. With `adopt`, inherit orphaned grandchildren."""
     libc = ctypes.CDLL(None)
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if adopt:

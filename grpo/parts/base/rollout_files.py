@@ -1,6 +1,5 @@
-"""Files of samples: each is complete or absent, as it has a temporary name until it is on the disk."""
+"""Files of samples. Each is complete or absent, since it has a temporary name until it is on the disk."""
 
-import contextlib
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -12,25 +11,24 @@ from grpo.parts.base.files import sync
 ENCODER = msgspec.json.Encoder(enc_hook=lambda array: array.tolist())
 
 
-def write_rows(path: Path, rows: list[dict]) -> None:
-    """Write a JSON object a line, numpy arrays as lists. Raises OSError and then leaves no file."""
+def write_rows(path: Path, rows: list[dict]):
+    """Write a JSON object per line, numpy arrays as lists. Raises OSError, and then leaves no file."""
     temporary = path.with_name(f"{path.name}.tmp")
     try:
         with temporary.open("wb") as file:
-            for row in rows:  # one at a time: other threads run in between
+            for row in rows:  # one at a time, so that other threads run in between
                 file.write(ENCODER.encode(row) + b"\n")
         sync(temporary)
         temporary.rename(path)
     except BaseException:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
+        temporary.unlink(missing_ok=True)
         raise
 
 
 class RolloutWriter:
     """Writes files of samples in a thread, one at a time: `write` waits for the file before.
 
-    The next `write` or `finish` raises a failure. Python waits for the thread, so a run that fails writes its last.
+    The next `write` or `finish` raises a failure. Python waits for the thread, so a failing run writes its last file.
     """
 
     def __init__(self):
@@ -42,7 +40,7 @@ class RolloutWriter:
         self.finish()
         self.last = self.thread.submit(write_rows, path, rows)
 
-    def finish(self) -> None:
+    def finish(self):
         """Wait until the last file is on the disk."""
         if self.last:
             self.last.result()  # raises a failure each time

@@ -1,4 +1,4 @@
-"""Functions and classes of the user's own, named as path/to/file.py:function in the configuration."""
+"""The user's own functions and classes, which the configuration names as path/to/file.py:function."""
 
 import functools
 import importlib.util
@@ -17,32 +17,38 @@ def load_function(key: str, place: str | None) -> Callable:
     path, _, name = (place or "").rpartition(":")
     if not path or not os.path.isfile(path):
         raise ValueError(f"{key}={place!r}: give path/to/file.py:function, a file that exists")
+
     try:
         function = getattr(load_module(path), name, None)
     except (Exception, SystemExit) as error:
         raise ValueError(f"{key}={place}: importing it failed: {last_line(error)}") from error
+
     if not callable(function):
         raise ValueError(f"{key}={place}: {path} has no function {name!r}")
-    if inspect.isclass(function) and not any("__call__" in vars(base) for base in function.__mro__):
+    if inspect.isclass(function) and "__call__" not in dir(function):
         raise ValueError(f"{key}={place}: the class has no __call__, to be used as a function")
     return function
 
 
-@functools.lru_cache
+@functools.cache
 def load_module(path: str) -> ModuleType:
-    """The module of a file, executed once a process: of its package or, without one, of its folder.
+    """The module of a file, executed once a process: in its package or, without one, in its folder.
 
-    It finds the modules beside it after all others. Where another module has its name, it is named by its path.
+    It can import the modules beside it, which are found after all others. If another module has its name, it is named
+    by its path.
     """
     file = Path(path).resolve()
     folder, name = file.parent, file.stem
     while (folder / "__init__.py").exists():
-        folder, name = folder.parent, f"{folder.name}.{name}"
+        name = f"{folder.name}.{name}"
+        folder = folder.parent
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
+
     spec = importlib.util.find_spec(name)
     if spec and spec.origin == str(file):
         return importlib.import_module(name)
+
     name = str(file).replace(".", "_")
     spec = importlib.util.spec_from_file_location(name, file)
     module = importlib.util.module_from_spec(spec)
@@ -53,11 +59,11 @@ def load_module(path: str) -> ModuleType:
 
 @functools.cache
 def instance(kind: type, options: str) -> Callable:
-    """The object of a class, made once a process with its options, a JSON text."""
+    """The object of a class, made once a process. Its options are a JSON text."""
     return kind(**json.loads(options))
 
 
 def last_line(error: BaseException) -> str:
-    """The last line of the traceback, with file and line of the raise."""
+    """The last line of a traceback, with the file and line that raised the error."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__}: {error} ({Path(frame.filename).name}, line {frame.lineno})"

@@ -1,4 +1,4 @@
-"""The commit and package versions of a run, and what it needs of a machine. Importing it takes no package."""
+"""The commit and package versions of a run, and what a run needs of a machine. Its import needs no package."""
 
 import functools
 import importlib.metadata
@@ -13,23 +13,23 @@ from pathlib import Path
 
 from grpo.parts.base.processes import REPO
 
-# The versions of each package that the tests of this repository ran with, without their patch level.
+# Versions of packages that the tests of this repository ran with, without their patch level
 TESTED = {
     "python": ("3.11", "3.13"), "torch": ("2.13",), "megatron-core": ("0.16", "0.19"), "vllm": ("0.32",),
     "transformers": ("5.19",),
 }  # fmt: skip
 OPTIONAL = ("transformer-engine", "flash-attn", "fla-core")  # few runs need one of them
 FLA_CORE = "0.6.0"  # the version of fla-core that Qwen3.5 takes on a GPU in bf16 or fp16
-TRACKERS = {"tensorboard": "2.21.0", "wandb": "0.31.0"}  # the versions that are tested, for log.tensorboard, log.wandb
+TRACKERS = {"tensorboard": "2.21.0", "wandb": "0.31.0"}  # tested versions, for log.tensorboard and log.wandb
 OTHERS = (
     "numpy", "safetensors", "tokenizers", "datasets", "pandas", "pyarrow", "math-verify", "pydantic", "triton",
     "flashinfer-python",
 )  # fmt: skip
 
-BUILD_TOOLS_REMEDY = (
-    "Triton compiles with them: apt-get install gcc python3-dev (that of this Python); CC names a compiler"
-)
-MIG_REMEDY = "one rank on one slice (--nproc_per_node=1); for more ranks whole GPUs: nvidia-smi -mig 0 as root"
+Versions = dict[str, str | None]  # None for what is missing
+
+BUILD_TOOLS_REMEDY = "Triton compiles with them: apt-get install gcc python3-dev (for this Python); CC names a compiler"
+MIG_REMEDY = "one rank on one slice (--nproc_per_node=1), or whole GPUs for more ranks: nvidia-smi -mig 0 as root"
 
 
 def gib(size: float) -> str:
@@ -38,11 +38,12 @@ def gib(size: float) -> str:
 
 def numbers(version: str) -> tuple[int, ...]:
     """The numbers that a version begins with: "2.13.0+cpu" → (2, 13, 0)."""
-    return tuple(int(number) for number in re.match(r"[\d.]*", version)[0].split(".") if number)
+    start = re.match(r"[\d.]*", version)[0]
+    return tuple(int(number) for number in start.split(".") if number)
 
 
 def version_of(name: str) -> str | None:
-    """The version of an installed package; None if it is not there. Imports nothing."""
+    """The version of a package, or None if it is not installed. Imports nothing."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -50,12 +51,12 @@ def version_of(name: str) -> str | None:
 
 
 def installed(package: str) -> str | None:
-    """The version of a package, or of its build for the CPU; None if there is neither."""
+    """The version of a package, or of its build for the CPU. None if neither is installed."""
     return version_of(package) or version_of(f"{package}-cpu")
 
 
 def untested(package: str, version: str | None) -> str | None:
-    """A warning where the tests ran with another version of a package of TESTED; None where they ran with this one."""
+    """A warning if no test ran with this version of a package of TESTED, else None."""
     tested = " and ".join(TESTED[package])
     if version is None:
         return f"{package} is not installed; tested: {tested}"
@@ -65,14 +66,14 @@ def untested(package: str, version: str | None) -> str | None:
 
 
 def check_versions() -> list[str]:
-    """A warning for each package whose version was never tested, or that is missing. Imports none of them."""
-    versions_here = {name: installed(name) for name in TESTED} | {"python": platform.python_version()}
-    warnings = [untested(name, version) for name, version in versions_here.items()]
-    return [warning for warning in warnings if warning is not None]
+    """A warning for each package of TESTED that is missing or has an untested version. Imports none of them."""
+    here = {name: installed(name) for name in TESTED} | {"python": platform.python_version()}
+    warnings = [untested(name, version) for name, version in here.items()]
+    return [warning for warning in warnings if warning]
 
 
 def commit() -> str:
-    """The commit of this checkout, with "+changes" where a file that git knows differs; "unknown" if it is none."""
+    """The commit of this checkout, with "+changes" if a tracked file differs. "unknown" if this is no checkout."""
 
     def git(*words: str) -> str:
         command = ["git", "--no-optional-locks", "-c", "safe.directory=*", "-C", str(REPO), *words]
@@ -80,65 +81,81 @@ def commit() -> str:
 
     try:
         git("ls-files", "--error-unmatch", "grpo/parts/base/versions.py")  # fails in another project's checkout
-        return git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain", "--untracked-files=no") else "")
+        changes = git("status", "--porcelain", "--untracked-files=no")
+        return git("rev-parse", "HEAD") + ("+changes" if changes else "")
     except (OSError, subprocess.SubprocessError):
         return "unknown"
 
 
 @functools.cache
-def versions() -> dict[str, str | None]:
-    """{"commit": …, "python": …, package: version, …, "driver": …}, as a run starts; None for what is missing."""
-    packages = {name: installed(name) for name in (*TESTED, *OPTIONAL, *OTHERS)}
-    return {"commit": commit(), **packages, "python": platform.python_version(), **cuda_versions(), "driver": driver()}
+def versions() -> Versions:
+    """{"commit": …, "python": …, package: version, …, "driver": …} at the start of a run; None for what is missing."""
+    found = {"commit": commit()}
+    found |= {name: installed(name) for name in (*TESTED, *OPTIONAL, *OTHERS)}
+    return found | {"python": platform.python_version(), **cuda_versions(), "driver": driver()}
 
 
-def cuda_versions() -> dict[str, str | None]:
-    """The CUDA and NCCL that torch was built with; None for a build without, or where torch cannot be imported."""
+def cuda_versions() -> Versions:
+    """The CUDA and NCCL that torch was built with. None for a build without, or if torch cannot be imported."""
+    found = {"cuda": None, "nccl": None}
     try:
         import torch
     except (ImportError, OSError):  # OSError: one of its libraries does not load
-        return {"cuda": None, "nccl": None}
-    nccl = None
-    if torch.version.cuda and torch.distributed.is_nccl_available():
-        nccl = ".".join(map(str, torch.cuda.nccl.version()))
-    return {"cuda": torch.version.cuda, "nccl": nccl}
+        return found
+    if torch.version.cuda:
+        found["cuda"] = torch.version.cuda
+        if torch.distributed.is_nccl_available():
+            found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return found
 
 
 def driver() -> str | None:
-    """The version of NVIDIA's kernel driver, None where there is none."""
+    """The version of NVIDIA's kernel driver, or None if there is none."""
     path = Path("/proc/driver/nvidia/version")
-    found = re.search(r" (\d+\.\d+(\.\d+)?) ", path.read_text()) if path.exists() else None
+    if not path.exists():
+        return None
+    found = re.search(r" (\d+\.\d+(\.\d+)?) ", path.read_text())
     return found and found[1]
 
 
-def build_tools() -> dict[str, str | None]:
-    """{"C compiler": path, "Python.h": path}, None if missing: Triton compiles vLLM's launchers with them on a GPU."""
-    compilers = [os.environ["CC"]] if os.environ.get("CC") else ["gcc", "clang"]
-    compiler = next(filter(None, map(shutil.which, compilers)), None)
+def build_tools() -> Versions:
+    """{"C compiler": path, "Python.h": path}, None if missing. On a GPU Triton compiles vLLM's launchers with them."""
+    names = [os.environ["CC"]] if os.environ.get("CC") else ["gcc", "clang"]
+    compilers = [path for path in map(shutil.which, names) if path]
     header = Path(sysconfig.get_paths("posix_prefix")["include"], "Python.h")  # Debian's own scheme has no headers
-    return {"C compiler": compiler, "Python.h": str(header) if header.exists() else None}
+    return {
+        "C compiler": compilers[0] if compilers else None,
+        "Python.h": str(header) if header.exists() else None,
+    }
 
 
 def missing_libraries() -> str | None:
     """The system libraries that torch or vLLM need and this machine lacks, and what to install; None if all are here.
 
-    Those of NVIDIA's driver do not count. Imports neither package, whose loader would name one library at a time.
+    The libraries of NVIDIA's driver do not count. Imports neither package, whose loader would name one at a time.
     """
-    torch, vllm = (importlib.util.find_spec(name) for name in ("torch", "vllm"))
+    torch, vllm = importlib.util.find_spec("torch"), importlib.util.find_spec("vllm")
     if not (torch and vllm and shutil.which("ldd")):
         return None
+
+    # torch loads its own libraries before vLLM's need them, so ldd must find them too.
     files = [file for package in (torch, vllm) for file in Path(package.origin).parent.glob("*.so")]
     site = Path(torch.origin).parents[1]
-    # torch loads its own before vLLM's need them.
     folders = [site / "torch/lib", *site.glob("nvidia/*/lib"), os.environ.get("LD_LIBRARY_PATH", "")]
     command = ["env", f"LD_LIBRARY_PATH={':'.join(map(str, folders))}", "ldd", *files]
     listed = subprocess.run(command, capture_output=True, text=True).stdout
     names = sorted(set(re.findall(r"\t(?!libcuda\.|libnvidia-)(\S+) => not found", listed)))
+    if not names:
+        return None
+
     # Debian's rule for names: libnuma.so.1 is in libnuma1, libX11.so.6 in libx11-6.
-    packages = [re.sub(r"(?<=\d)\.so\.", "-", name).replace(".so.", "").replace("_", "-").lower() for name in names]
-    return f"no {', '.join(names)}, which torch or vLLM needs: apt-get install {' '.join(packages)}" if names else None
+    packages = []
+    for name in names:
+        package = re.sub(r"(?<=\d)\.so\.", "-", name).replace(".so.", "")
+        packages.append(package.replace("_", "-").lower())
+    return f"no {', '.join(names)}, which torch or vLLM needs: apt-get install {' '.join(packages)}"
 
 
-def differences(was: dict[str, str | None], now: dict[str, str | None]) -> list[str]:
+def differences(was: Versions, now: Versions) -> list[str]:
     """A line for each version that differs: "torch: 2.13.0 → 2.14.0"."""
     return [f"{name}: {was.get(name)} → {now.get(name)}" for name in {**was, **now} if was.get(name) != now.get(name)]
