@@ -135,7 +135,7 @@ def test_missing_config_and_missing_key(capfd, tmp_path):
     assert "--config nowhere.yaml: cannot read the configuration: [Errno 2] No such file" in capfd.readouterr().err
     (tmp_path / "c.yaml").write_text("seed: 1\n")
     assert main(["--config", str(tmp_path / "c.yaml"), "--dry-run"]) == 2
-    assert "data.train, model.path: not set" in capfd.readouterr().err
+    assert "model.path, data.train: not set" in capfd.readouterr().err
 
 
 YARN = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4, "original_max_position_embeddings": 64}
