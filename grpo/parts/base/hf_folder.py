@@ -141,7 +141,7 @@ def digest_weights(path: str) -> str:
     return hashlib.sha256(json.dumps(whole).encode()).hexdigest()
 
 
-def untrained(path: str) -> Iterator[tuple[str, torch.Tensor]]:
+def untrained(path) -> Iterator[tuple]:
     """The (name, tensor) pairs of a folder that are no part of the model that is trained."""
     for name, path_of in safetensor_files(path).items():
         if name.startswith(UNTRAINED):
@@ -149,7 +149,7 @@ def untrained(path: str) -> Iterator[tuple[str, torch.Tensor]]:
                 yield name, read_tensor(file, name)
 
 
-def export_hf(weights: Iterable[tuple[str, torch.Tensor]], source: str, target: Path):
+def export_hf(weights: Iterable[tuple], source, target: Path):
     """Write (Hugging Face name, full tensor) pairs to the folder `target` so that transformers and vLLM load it.
 
     Config, tokenizer and UNTRAINED weights come from `source`. All ranks call this. Rank 0 writes, with at most one

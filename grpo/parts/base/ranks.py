@@ -7,7 +7,7 @@ import threading
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -148,7 +148,7 @@ def on_first_rank(action: Callable):
     return result
 
 
-def describe(values: Sequence[str], machines: Sequence[str] = ()) -> str:
+def describe(values: list[str], machines=()) -> str:
     """Which ranks have which of `values`: "a on rank 0, 1; b on rank 2". If `machines` differ, they are named too."""
     holders = defaultdict(list)
     for rank, value in enumerate(values):

@@ -6,7 +6,6 @@ import typing
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pydantic
 import yaml
@@ -31,7 +30,7 @@ def load_config(path: str, overrides: list[str]) -> Config:
     return validate(tree, path)
 
 
-def override(cfg: Config, values: dict[str, Any]) -> Config:
+def override(cfg: Config, values: dict) -> Config:
     """A copy of the configuration with other values at dotted keys: {"train.lr": 1e-5}. Raises UserError."""
     tree = cfg.model_dump()
     for key, value in values.items():
@@ -80,7 +79,7 @@ def nest(key: str, value) -> dict:
     return value
 
 
-def dotted_items(tree: dict, above="") -> Iterator[tuple[str, Any]]:
+def dotted_items(tree: dict, above="") -> Iterator[tuple]:
     """(dotted key, value) of every value in a tree of mappings. An empty mapping is a value."""
     for name, value in tree.items():
         if isinstance(value, dict) and value:

@@ -75,7 +75,7 @@ def check_versions() -> list[str]:
 def commit() -> str:
     """The commit of this checkout, with "+changes" if a tracked file differs. "unknown" if this is no checkout."""
 
-    def git(*words: str) -> str:
+    def git(*words):
         command = ["git", "--no-optional-locks", "-c", "safe.directory=*", "-C", str(REPO), *words]
         return subprocess.run(command, check=True, capture_output=True, text=True, timeout=20).stdout.strip()
 
