@@ -80,7 +80,7 @@ VLLM = {
         ("rollout.stop=['</answer>', '']", ["rollout.stop='': String should have at least 1 character"]),
         ("rollout.stop_token_ids=[</s>]", ["rollout.stop_token_ids='</s>': must be a valid integer"]),
         ("rollout.stop_token_ids=[-1]", ["rollout.stop_token_ids=-1: must be greater than or equal to 0"]),
-        ("rollout.stop_token_ids=[15, 16]", ["stop_token_ids=[15, 16]: legal are the tokens 0 to 15 of model.path="]),
+        ("rollout.stop_token_ids=[15, 16]", ["stop_token_ids=[15, 16]: model.path=", "has only the tokens 0 to 15"]),
         ("rollout.max_turns=3", ["rollout.max_turns=3", "has no effect without"]),
         ("train.updates_per_step=3", ["train.updates_per_step=3", "prompts_per_step=16"]),
         ("train.max_tokens_per_micro_batch=8", ["max_tokens_per_micro_batch=8", "at least"]),

@@ -1,4 +1,4 @@
-"""What ends an answer, for the start and the checks: the model's end tokens, and what rollout.stop* add in vLLM."""
+"""The last stage: what ends an answer. The model's end tokens do, and what rollout.stop and stop_token_ids add."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,47 +22,55 @@ class Ends:
     tokenizer: object  # of transformers
 
 
-def read_ends(path: str, tokenizer, sampling: RolloutConfig | EvalConfig) -> Ends:
-    """End tokens of tokenizer and model, as vLLM reads them, and the stops; ValueError for one without a row."""
+def read_ends(path, tokenizer, sampling: RolloutConfig | EvalConfig) -> Ends:
+    """The end tokens of tokenizer and model, as vLLM reads them, and the stops of `sampling`.
+
+    Raises ValueError for a stop token without a row in the model's embedding.
+    """
     config = read_config(path)
     ids = sampling.stop_token_ids
     require_data(
         max(ids, default=0) < config.vocab_size,
-        f"rollout or eval.stop_token_ids={ids}: legal are the tokens 0 to {config.vocab_size - 1} of model.path={path}",
+        f"rollout or eval.stop_token_ids={ids}: model.path={path} has only the tokens 0 to {config.vocab_size - 1}",
     )
     try:
-        found = transformers.GenerationConfig.from_pretrained(path)
+        eos = transformers.GenerationConfig.from_pretrained(path).eos_token_id
     except OSError:  # there is no generation_config.json
-        found = config
-    eos = found.eos_token_id if isinstance(found.eos_token_id, list) else [found.eos_token_id]
-    return Ends(frozenset({tokenizer.eos_token_id, *eos, *ids} - {None}), sampling.stop, tokenizer)
+        eos = config.eos_token_id
+    model_ends = eos if isinstance(eos, list) else [eos]
+    return Ends(frozenset({tokenizer.eos_token_id, *model_ends, *ids} - {None}), sampling.stop, tokenizer)
 
 
 def after_answer(tokenizer, data: DataConfig, reply: str | None = None) -> str:
     """What the chat template writes after an answer: up to its end or, with a user's `reply`, up to the next answer.
 
-    Raises ValueError where the template leaves the answer out, and what templates raise.
+    Raises ValueError if the template leaves the answer out, and what the template itself raises.
     """
-    said = (("user", "?"), ("assistant", MARK), ("user", reply))
-    chat = [{"role": role, "content": content} for role, content in said if content is not None]
+    chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": MARK}]
+    if reply is not None:
+        chat.append({"role": "user", "content": reply})
     whole = render(tokenizer, chat, data, add_generation_prompt=reply is not None)
-    _, found, text = whole.partition(MARK)
-    require_data(bool(found), "it leaves an assistant's message out")
+    _, mark, text = whole.partition(MARK)
+    require_data(bool(mark), "it leaves an assistant's message out")
     return text
 
 
 def endless(ends: Ends, data: DataConfig) -> Iterator[str]:
-    """Warnings of an end token that the tokenizer adds, and of one of the chat template that ends none in vLLM."""
-    if adds_end(data, ends.tokenizer):
-        yield f"the tokenizer ends every text with {ends.tokenizer.eos_token!r}: prompts go without it"
-    try:
-        text = after_answer(ends.tokenizer, data).lstrip() if data.chat_template else ""
-    except Exception:  # a template that takes other messages than these fails as code does, with any exception
+    """Warnings of an end token that the tokenizer adds, and of a chat template whose end token ends nothing in vLLM."""
+    tokenizer = ends.tokenizer
+    if adds_end(data, tokenizer):
+        yield f"the tokenizer ends every text with {tokenizer.eos_token!r}: prompts go without it"
+    if not data.chat_template:
         return
-    first = ends.tokenizer(text, add_special_tokens=False)["input_ids"][:1]
+
+    try:
+        text = after_answer(tokenizer, data).lstrip()
+    except Exception:  # a template may raise any exception for other messages than it is made for
+        return
+    first = tokenizer(text, add_special_tokens=False)["input_ids"][:1]
     if first and not ends.tokens.intersection(first) and not any(stop in text for stop in ends.texts):
         yield (
-            f"the chat template ends an answer with {ends.tokenizer.decode(first)!r}, token {first[0]}, which is "
-            f"neither an end token ({sorted(ends.tokens)}) nor in a stop: an answer that the model ends so goes on to "
-            f"rollout.max_new_tokens; try rollout.stop_token_ids={first}"
+            f"the chat template ends an answer with {tokenizer.decode(first)!r}, token {first[0]}, which is neither an "
+            f"end token ({sorted(ends.tokens)}) nor in a stop, so such an answer goes on to rollout.max_new_tokens; "
+            f"try rollout.stop_token_ids={first}"
         )

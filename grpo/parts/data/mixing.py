@@ -7,28 +7,26 @@ BLOCK = 100  # prompts; in each block the shares are exact to one prompt of each
 GOLDEN = (5**0.5 - 1) / 2  # its multiples, mod 1, cover [0, 1) evenly however few or many there are
 
 
-def draw_sets(weights: list[float], taken: int, size: int, seed: int) -> list[tuple[int, int]]:
-    """(set, number in its own stream) of the `size` prompts after the first `taken`; `weights` need not sum to 1."""
+def draw_sets(weights: list[float], taken, size, seed) -> list[tuple[int, int]]:
+    """(set, number in its own stream) of the `size` prompts after the first `taken`. Weights need not sum to 1."""
     first = taken // BLOCK
     last = (taken + size - 1) // BLOCK
     counts = block_counts(weights, last + 1)
-    blocks = [
-        np.random.default_rng([seed, block, 0, 1]).permutation(np.repeat(np.arange(len(weights)), counts[block]))
-        for block in range(first, last + 1)
-    ]
-    sets = np.concatenate(blocks)
-    numbers = np.zeros(len(sets), np.int64)
-    drawn_before = counts[:first].sum(0)  # [sets]
-    for chosen, before in enumerate(drawn_before):
-        mine = sets == chosen
-        numbers[mine] = before + np.arange(mine.sum())
+    next_number = counts[:first].sum(0)  # [sets]
+
+    drawn = []
+    for block in range(first, last + 1):
+        sets = np.repeat(np.arange(len(weights)), counts[block])
+        for chosen in np.random.default_rng([seed, block, 0, 1]).permutation(sets).tolist():
+            drawn.append((chosen, int(next_number[chosen])))
+            next_number[chosen] += 1
+
     start = taken - first * BLOCK
-    window = slice(start, start + size)
-    return list(zip(sets[window].tolist(), numbers[window].tolist(), strict=True))
+    return drawn[start : start + size]
 
 
-def block_counts(weights: list[float], blocks: int) -> ndarray:
-    """How many prompts each set has in each of the first blocks, [blocks, sets]; BLOCK in all.
+def block_counts(weights: list[float], blocks) -> ndarray:
+    """How many prompts each set has in each of the first blocks, [blocks, sets]. Each block has BLOCK prompts.
 
     Each set is an interval of [0, BLOCK], as long as its share. A set gets a prompt for every integer, shifted by u,
     that is in its interval. u differs from block to block, so that a share below 1 / BLOCK is met over many blocks.
@@ -38,3 +36,15 @@ def block_counts(weights: list[float], blocks: int) -> ndarray:
     shifts = (np.arange(blocks) * GOLDEN) % 1
     counts_below = np.ceil(BLOCK * edges - shifts[:, None])  # integers below each edge, [blocks, sets + 1]
     return np.diff(counts_below, axis=1).astype(np.int64)
+
+
+def shuffle_epochs(drawn: list[tuple[int, int]], sizes: list[int], seed) -> list[tuple[int, int]]:
+    """(set, index in it) of each (set, number in the set's endless stream), which is reshuffled after each epoch."""
+    orders = {}  # (set, epoch) → order of the set's prompts
+    places = []
+    for chosen, number in drawn:
+        epoch, index = divmod(number, sizes[chosen])
+        if (chosen, epoch) not in orders:
+            orders[chosen, epoch] = np.random.default_rng([seed, epoch, chosen]).permutation(sizes[chosen])
+        places.append((chosen, int(orders[chosen, epoch][index])))
+    return places

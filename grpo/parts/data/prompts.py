@@ -1,15 +1,14 @@
-"""The prompts of a run, and the order in which steps take them. Knows no tensors, no rewards.
+"""The prompts of a run: loaded from the tables, mixed, and taken step by step. Knows no tensors and no rewards.
 
-`cfg`: the section `data`. Invalid data raises a ValueError that names key, file and row or column (docs/data.md).
+`cfg` is the section `data`. Invalid data raise a ValueError that names key, file and row or column (docs/data.md).
 """
 
 import hashlib
-import itertools
 import json
-import operator
+import math
+from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy import ndarray
@@ -18,10 +17,9 @@ from torch.utils.data import ConcatDataset
 from config import DataConfig
 from grpo.parts.base.require import require_data
 from grpo.parts.data import mixing, tokens
-from grpo.parts.data.tables import Table, concatenate, held, read_tables, rows_between
+from grpo.parts.data.tables import Table, concatenate, hold_small, read_tables, rows_between
 
-LARGE_BYTES = 16 * 2**20  # a rank reads rows of such tables where they are mapped, and holds the rows of smaller ones
-BLOCK = 2000  # rows tokenised at once
+LARGE_BYTES = 16 * 2**20  # a rank holds the rows of smaller tables, and reads those of larger ones from their files
 
 
 @dataclass
@@ -40,32 +38,27 @@ class PromptSet(Sequence):
     """The prompts of one set. Each is made when it is read, from its row of the `table`."""
 
     cfg: DataConfig
-    tokenizer: Any
     table: Table
-    ids: Any  # pyarrow lists: of each row of the table the token ids of its prompt; empty where it is too long
-    rows: ndarray  # int64 [prompts]: the row of the table that each prompt comes from
-    fingerprint: str  # 16 hex digits that change with any prompt, hint, answer, source, or the order of the rows
+    rows: array = field(default_factory=lambda: array("q"))  # the row of the table that each prompt comes from
+    ids: list[array] = field(default_factory=list)  # token ids of each prompt
+    hinted: list[array] = field(default_factory=list)  # the same with its hint; empty without data.hint_key
+    fingerprint: str = ""  # 16 hex digits that change with any prompt, hint, answer, source, or the order of the rows
 
     @property
     def dropped(self) -> int:
         """Rows whose prompt is too long."""
         return len(self.table) - len(self.rows)
 
-    def __len__(self) -> int:
+    def __len__(self):
         return len(self.rows)
 
-    def __getitem__(self, i: int) -> Prompt:
-        number = int(self.rows[operator.index(i)])
-        ids = self.ids[number].as_py()
-        (row,) = rows_between(self.table, number, number + 1)
+    def __getitem__(self, i) -> Prompt:
+        (row,) = rows_between(self.table, self.rows[i], self.rows[i] + 1)
         answer = tokens.lookup(row, self.cfg.answer_key)
-        if not isinstance(answer, (list, dict)):  # a reward gets those by its kind: grpo/step/named_rewards.py
+        if not isinstance(answer, (list, dict)):  # grpo/step/named_rewards.py says what a reward gets of these
             answer = tokens.answer_text(answer, self.cfg.answer_key)
-        asked = None
-        if self.cfg.hint_key is not None:
-            (hinted_ids,) = tokens.to_ids([tokens.hinted_text(row, self.cfg, self.tokenizer)], self.cfg, self.tokenizer)
-            asked = np.array(hinted_ids, np.int32)
-        return Prompt(ids, answer, tokens.source_of(row, self.cfg.source_key), row, asked)
+        asked = np.array(self.hinted[i]) if self.hinted else None
+        return Prompt(self.ids[i].tolist(), answer, tokens.source_of(row, self.cfg.source_key), row, asked)
 
 
 class Mixture(ConcatDataset):
@@ -73,38 +66,43 @@ class Mixture(ConcatDataset):
 
     def __init__(self, sets: dict[str, tuple[float, PromptSet]]):
         self.names = list(sets)
-        self.weights, self.sets = zip(*sets.values(), strict=True)
+        self.weights = [weight for weight, _ in sets.values()]
+        self.sets = [prompts for _, prompts in sets.values()]
         super().__init__(self.sets)
-        parts = [[weight, part.fingerprint] for weight, part in sets.values()]
+        parts = [[weight, prompts.fingerprint] for weight, prompts in sets.values()]
         self.fingerprint = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
-        self.dropped = sum(part.dropped for part in self.sets)
+        self.dropped = sum(prompts.dropped for prompts in self.sets)
 
-    def describe(self, taken: int) -> str:
-        """Share, prompts and passes of each set in a run that takes so many prompts; a line each."""
-        shares = np.array(self.weights) / sum(self.weights)
-        return "\n".join(
-            f"         {share:.3g} of {name}: {len(part)} prompts, {taken * share / len(part):.3g} passes"
-            for name, share, part in zip(self.names, shares, self.sets, strict=True)
-        )
+    def describe(self, taken) -> str:
+        """Share, prompts and passes of each set in a run that takes `taken` prompts, a line each."""
+        lines = []
+        for name, weight, prompts in zip(self.names, self.weights, self.sets, strict=True):
+            share = weight / sum(self.weights)
+            passes = taken * share / len(prompts)
+            lines.append(f"         {share:.3g} of {name}: {len(prompts)} prompts, {passes:.3g} passes")
+        return "\n".join(lines)
 
 
-def load_tokenizer(path: str):
+# ---------------------------------------------------------------- loading
+
+
+def load_tokenizer(path):
     """The tokenizer of a Hugging Face folder or hub name. Raises ValueError."""
     import transformers
 
     try:
         return transformers.AutoTokenizer.from_pretrained(path)
-    except Exception as error:  # a damaged file fails as code does, with any exception
+    except Exception as error:  # a damaged file may raise any exception
         problem = " ".join(str(error).split())[:300]
         raise ValueError(
             f"model.path={path}: its tokenizer cannot be read: {type(error).__name__}: {problem}"
         ) from None
 
 
-def load_prompts(cfg, tokenizer, vocab_size: int, key: str = "train") -> PromptSet | Mixture:
+def load_prompts(cfg, tokenizer, vocab_size, key="train") -> PromptSet | Mixture:
     """Read and tokenise the data named by `data.train` or, with key="eval", by `data.eval`, in the order of the files.
 
-    Raises ValueError, for a token beyond the `vocab_size` rows of the model's embedding too.
+    Raises ValueError, also for a token beyond the `vocab_size` rows of the model's embedding.
     """
     require_data(
         cfg.chat_template or (cfg.system_prompt is None and not cfg.template_kwargs),
@@ -115,66 +113,81 @@ def load_prompts(cfg, tokenizer, vocab_size: int, key: str = "train") -> PromptS
     if cfg.system_prompt is not None:
         (ids,) = tokens.to_ids([cfg.system_prompt], cfg, tokenizer)
         tokens.check_ids("data.system_prompt", ids, tokenizer, vocab_size)
+
     value = getattr(cfg, key)
     given = (cfg, tokenizer, vocab_size, f"data.{key}")
     if not isinstance(value, dict) or not value:
         return load_set(value, *given)
-    return Mixture({name: (share, load_set(name, *given)) for name, share in value.items()})
+    return Mixture({name: (weight, load_set(name, *given)) for name, weight in value.items()})
 
 
-def load_set(value: str | list[str], cfg, tokenizer, vocab_size: int, key: str) -> PromptSet:
-    """The prompts of the files or data sets `value`, given at `key`. ValueError: a row is invalid, or all too long."""
-    import pyarrow
+def load_set(value: str | list[str], cfg, tokenizer, vocab_size, key) -> PromptSet:
+    """The prompts of the files or data sets `value`, given at `key`.
 
-    tables = read_tables(cfg, value, key)
-    table = concatenate(tables, key)
-    tokens.check_columns(cfg, table, tables[0][0])
-    table = held(table, LARGE_BYTES)
-    ids, columns = [], {"length": [], "digest": [], "error": []}
-    for start in range(0, len(table), BLOCK):
-        block = tokens.tokenise(rows_between(table, start, start + BLOCK), cfg, tokenizer, vocab_size)
-        ids.append(pyarrow.array(block["ids"], pyarrow.list_(pyarrow.int32())))
-        for name, column in columns.items():
-            column += block[name]
-    errors = iter(columns["error"])
-    for name, part in tables:
-        for number, error in enumerate(itertools.islice(errors, len(part)), 1):
-            if error is not None:
-                raise ValueError(f"{key}: {name}, row {number}: {error}")
-    lengths = np.array(columns["length"])
-    rows = np.flatnonzero(lengths <= cfg.max_prompt_tokens)
-    if not len(rows):
-        all_longer = f"all {len(lengths)} prompts of {value} are longer; the shortest has {lengths.min()} tokens"
-        raise ValueError(f"data.max_prompt_tokens={cfg.max_prompt_tokens}: {all_longer}")
-    prompts = pyarrow.chunked_array(ids)
-    if len(rows) > 1 and all(prompts[int(row)].equals(prompts[int(rows[0])]) for row in rows):
-        texts = {str(tokens.lookup(row, cfg.prompt_key)) for row in rows_between(table, 0, len(table))}
-        require_data(
-            len(texts) == 1,
-            f"{key}: all {len(rows)} prompts of {value} have the same tokens, {prompts[int(rows[0])].as_py()[:8]}, but "
-            "other texts: the tokenizer of model.path (has it a tokenizer.json?) or its chat template leaves them out",
-        )
-    digest = hashlib.sha256(b"".join(columns["digest"][row] for row in rows)).hexdigest()[:16]
-    return PromptSet(cfg, tokenizer, table, prompts, rows, digest)
-
-
-def check_opening(prompt: Prompt, cfg, tokenizer) -> None:
-    """Raise ValueError where a prompt begins twice, with the chat template's opening or its first token, or where a
-    text begins with less than half of that opening (a date in it may differ).
+    Raises ValueError if a row is invalid, if all prompts are too long, or if all become the same tokens.
     """
+    parts = read_tables(cfg, value, key)
+    table = concatenate(parts, key)
+    first_name, _ = parts[0]
+    tokens.check_columns(cfg, table, first_name)
+    table = hold_small(table, LARGE_BYTES)
+
+    prompts = PromptSet(cfg, table)
+    digest = hashlib.sha256()
+    shortest = math.inf
+    for number, row in enumerate(tokens.tokenise(table, parts, cfg, tokenizer, vocab_size, key)):
+        shortest = min(shortest, row.length)
+        if row.length > cfg.max_prompt_tokens:
+            continue
+        prompts.rows.append(number)
+        prompts.ids.append(array("i", row.ids))
+        if cfg.hint_key is not None:
+            prompts.hinted.append(array("i", row.hinted))
+        digest.update(row.digest)
+    prompts.fingerprint = digest.hexdigest()[:16]
+
+    require_data(
+        len(prompts) > 0,
+        f"data.max_prompt_tokens={cfg.max_prompt_tokens}: all prompts of {value} are longer, the shortest {shortest}",
+    )
+    check_they_differ(prompts, value, key)
+    return prompts
+
+
+def check_they_differ(prompts: PromptSet, value: str | list[str], key):
+    """Raises ValueError if all prompts have the same tokens, but other texts."""
+    first = prompts.ids[0]
+    if len(prompts) == 1 or any(ids != first for ids in prompts.ids):
+        return
+    rows = rows_between(prompts.table, 0, len(prompts.table))
+    texts = {str(tokens.lookup(row, prompts.cfg.prompt_key)) for row in rows}
+    require_data(
+        len(texts) == 1,
+        f"{key}: all prompts of {value} have the same tokens, {first[:8].tolist()}, but other texts: the tokenizer of "
+        "model.path (has it a tokenizer.json?) or its chat template leaves them out",
+    )
+
+
+def check_opening(prompt: Prompt, cfg, tokenizer):
+    """Raises ValueError if a prompt begins twice, with the chat template's opening or its first token, or if a text
+    begins with less than half of that opening. A date in it may differ.
+    """
+    bos = tokenizer.bos_token
     require_data(
         prompt.ids[:2] != [tokenizer.bos_token_id] * 2,
-        f"a prompt begins with two {tokenizer.bos_token!r}: its text has one already (data.prompt_key)",
+        f"a prompt begins with two {bos!r}: its text has one already (data.prompt_key)",
     )
     if not cfg.chat_template:
         return
+
+    # What the template writes before a user's text, apart from `prompt_text`.
     mark = "⟦text⟧"
-    messages = [{"role": "user", "content": mark}]  # made here, apart from prompt_text
+    messages = [{"role": "user", "content": mark}]
     if cfg.system_prompt is not None:
         messages.insert(0, {"role": "system", "content": cfg.system_prompt})
     try:
         text = tokens.render(tokenizer, messages, cfg, add_generation_prompt=True)
-    except Exception:  # a template that takes other messages than this one fails as code does, with any exception
+    except Exception:  # a template may raise any exception for other messages than it is made for
         return
     opening, _, _ = text.partition(mark)
     require_data(
@@ -182,11 +195,10 @@ def check_opening(prompt: Prompt, cfg, tokenizer) -> None:
         f"a prompt begins with {opening + opening!r}, the chat template's opening twice: the data have been "
         "through a template already; use data.chat_template=false, or their plain messages",
     )
-    # Both as tokens say them: a tokenizer may change or drop characters.
-    begins, opens = (
-        "".join(tokenizer.decode(ids).split())
-        for ids in (prompt.ids, tokenizer.encode(opening, add_special_tokens=False))
-    )
+
+    # Both are compared as their tokens are decoded: a tokenizer may change or drop characters.
+    begins = "".join(tokenizer.decode(prompt.ids).split())
+    opens = "".join(tokenizer.decode(tokenizer.encode(opening, add_special_tokens=False)).split())
     require_data(
         begins.startswith(opens[: len(opens) // 2 + 1]) or not isinstance(prompt.row.get(cfg.prompt_key), str),
         f"a prompt begins with {begins[: len(opens)]!r}, not with the chat template's opening {opening!r}: it was not "
@@ -194,29 +206,23 @@ def check_opening(prompt: Prompt, cfg, tokenizer) -> None:
     )
 
 
-def prompt_batch(prompts: Sequence[Prompt], taken: int, size: int, seed: int) -> list[Prompt]:
-    """The `size` prompts after the first `taken` of an endless stream, reshuffled each epoch; a Mixture: one a set."""
+# ---------------------------------------------------------------- taking
+
+
+def prompt_batch(prompts: Sequence[Prompt], taken, size, seed) -> list[Prompt]:
+    """The `size` prompts after the first `taken` of an endless stream, which is reshuffled each epoch.
+
+    Each set of a Mixture has a stream of its own, and the weights decide how many are taken of each.
+    """
+    sets = [prompts]
+    drawn = [(0, number) for number in range(taken, taken + size)]
     if isinstance(prompts, Mixture):
         sets = prompts.sets
         drawn = mixing.draw_sets(prompts.weights, taken, size, seed)
-    else:
-        sets = [prompts]
-        drawn = [(0, number) for number in range(taken, taken + size)]
-    return [sets[chosen][index] for chosen, index in shuffle_epochs(drawn, [len(part) for part in sets], seed)]
+    places = mixing.shuffle_epochs(drawn, [len(each) for each in sets], seed)
+    return [sets[chosen][index] for chosen, index in places]
 
 
-def shuffle_epochs(drawn: list[tuple[int, int]], sizes: list[int], seed: int) -> list[tuple[int, int]]:
-    """(set, index in it) of each (set, number in the set's endless stream), which is reshuffled after each epoch."""
-    orders = {}  # (set, epoch) → order of the set's prompts
-    places = []
-    for chosen, number in drawn:
-        epoch, index = divmod(number, sizes[chosen])
-        if (chosen, epoch) not in orders:
-            orders[chosen, epoch] = np.random.default_rng([seed, epoch, chosen]).permutation(sizes[chosen])
-        places.append((chosen, int(orders[chosen, epoch][index])))
-    return places
-
-
-def sampling_seed(seed: int, step: int, group: int) -> int:
+def sampling_seed(seed, step, group) -> int:
     """Seed of a group's answers in vLLM. It depends on nothing else, so neither do the answers (engines, layout)."""
     return int(np.random.SeedSequence([seed, step, group]).generate_state(1)[0])

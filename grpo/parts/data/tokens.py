@@ -1,54 +1,129 @@
-"""Rows of data as token ids; `cfg` is the section `data`. An invalid row raises a ValueError that names it."""
+"""The stage from a row to token ids. `cfg` is the section `data`. An invalid row raises a ValueError that names it."""
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Iterable, Iterator
 from decimal import Decimal
-from typing import Any
-
-import numpy as np
+from typing import Any, NamedTuple
 
 from grpo.parts.base.read_config import nearest
 from grpo.parts.base.require import require_data
-from grpo.parts.data.tables import Table, columns_of
+from grpo.parts.data.tables import Table, columns_of, rows_between
 
+BLOCK = 2000  # rows tokenised at once
 SURROGATE = re.compile("[\ud800-\udfff]")
 
 
-def prompt_text(value: Any, cfg, tokenizer, hint: str = "") -> str:
-    """The text to tokenise for a row's prompt: the prompt itself, or rendered by the tokenizer's chat template.
+class TokenisedRow(NamedTuple):
+    """What is kept of a row when the data are read."""
 
-    A `hint` is inserted before the text, in a list of chat messages before the user's last one. Raises ValueError.
+    ids: list[int]  # of the prompt
+    hinted: list[int]  # of the prompt with its hint; without data.hint_key the same
+    length: int  # tokens of the longer of them
+    digest: bytes  # 16 bytes that change with the row's prompt, hint, answer and source
+
+
+def tokenise(table: Table, parts: list[tuple[str, Table]], cfg, tokenizer, vocab_size, key) -> Iterator[TokenisedRow]:
+    """Yield the rows of a table, which has the `parts` (name, table) that were read for `key`. Raises ValueError."""
+    first = 0
+    for name, part in parts:
+        for start in range(0, len(part), BLOCK):
+            stop = min(start + BLOCK, len(part))
+            rows = rows_between(table, first + start, first + stop)
+            labels = [f"{key}: {name}, row {number + 1}" for number in range(start, stop)]
+            yield from tokenise_block(rows, labels, cfg, tokenizer, vocab_size)
+        first += len(part)
+
+
+def tokenise_block(rows: list[dict], labels: list[str], cfg, tokenizer, vocab_size) -> Iterator[TokenisedRow]:
+    """Yield rows, tokenised together. Errors begin with a row's label."""
+    texts, hinted_texts = [], []
+    for row, label in zip(rows, labels, strict=True):
+        try:
+            text, hinted = row_texts(row, cfg, tokenizer)
+        except ValueError as error:
+            raise ValueError(f"{label}: {error}") from None
+        texts.append(text)
+        hinted_texts.append(hinted)
+
+    # Tokenise all at once, which is faster, then check each.
+    all_ids = to_ids(texts, cfg, tokenizer)
+    all_hinted = all_ids if cfg.hint_key is None else to_ids(hinted_texts, cfg, tokenizer)
+    for row, label, ids, hinted in zip(rows, labels, all_ids, all_hinted, strict=True):
+        length = max(len(ids), len(hinted))
+        if not ids:
+            raise ValueError(f"{label}: {cfg.prompt_key!r} is empty: the tokenizer of model.path makes no tokens of it")
+        if length <= cfg.max_prompt_tokens:
+            check_ids(f"{label}: {cfg.prompt_key!r}", ids, tokenizer, vocab_size)
+            check_ids(f"{label}: the hint {cfg.hint_key!r}", hinted, tokenizer, vocab_size)
+        yield TokenisedRow(ids, hinted, length, digest_of(row, cfg))
+
+
+def digest_of(row: dict, cfg) -> bytes:
+    """16 bytes that change with the row's source, prompt, answer and hint."""
+    keys = [key for key in (cfg.prompt_key, cfg.answer_key, cfg.hint_key) if key is not None]
+    values = [source_of(row, cfg.source_key), *(lookup(row, key) for key in keys)]
+    return hashlib.blake2b(json.dumps(values, default=str, sort_keys=True).encode(), digest_size=16).digest()
+
+
+# ---------------------------------------------------------------- the texts of a row
+
+
+def row_texts(row: dict, cfg, tokenizer) -> tuple[str, str]:
+    """A row's prompt, and its prompt with its hint, as texts to tokenise. Checks the answer too. Raises ValueError.
+
+    The second text is "" without data.hint_key.
+    """
+    if row.get("images"):
+        raise ValueError("'images' is not empty, and models are trained on text alone: leave such rows out")
+    value = lookup(row, cfg.prompt_key)
+    text = prompt_text(value, cfg, tokenizer)
+    answer_text(lookup(row, cfg.answer_key), cfg.answer_key)
+    hinted = ""
+    if cfg.hint_key is not None:
+        hint = answer_text(lookup(row, cfg.hint_key), cfg.hint_key)
+        hinted = prompt_text(value, cfg, tokenizer, hint)
+    if SURROGATE.search(text + hinted):
+        raise ValueError(f"{cfg.prompt_key!r} has half of a surrogate pair, which is no text")
+    return text, hinted
+
+
+def prompt_text(value: Any, cfg, tokenizer, hint="") -> str:
+    """The text to tokenise for a row's prompt: the prompt itself, or what the tokenizer's chat template writes.
+
+    A `hint` goes before the text; in a list of chat messages, before the user's last one. Raises ValueError.
     """
     key = cfg.prompt_key
     if value in (None, "", []):
-        raise ValueError(f"{key!r} is {'null' if value is None else 'empty'}")
+        raise ValueError(f"{key!r} is empty")
     if not isinstance(value, str) and not is_chat(value):
         raise ValueError(f"{key!r} is neither text nor a list of messages {{role, content}}: {str(value)[:80]}")
     if not cfg.chat_template:
         if isinstance(value, list):
             raise ValueError(f"{key!r} is a list of chat messages, which needs data.chat_template=true")
         return hint + value
+
+    # The template gets copies of the messages, with the hint and the system prompt.
     chat = [{"role": "user", "content": value}] if isinstance(value, str) else value
-    messages = [{k: v for k, v in message.items() if v is not None or k == "content"} for message in chat]
-    parts = [part for m in messages if isinstance(m.get("content"), list) for part in m["content"]]
-    kinds = {part.get("type", "text") for part in parts if isinstance(part, dict)} - {"text"}
-    if kinds:
-        what = f"a part of type {min(kinds)!r}"
-        raise ValueError(f"{key!r} has {what}, and models are trained on text alone: leave such rows out")
+    messages = [own_message(message, key) for message in chat]
     if hint:
-        asked = next((m for m in reversed(messages) if m["role"] == "user" and isinstance(m["content"], str)), None)
-        if asked is None:
+        users = [m for m in messages if m["role"] == "user" and isinstance(m.get("content"), str)]
+        if not users:
             raise ValueError(f"{key!r} has no text of a user that the hint could stand before (data.hint_key)")
-        asked["content"] = hint + asked["content"]
+        users[-1]["content"] = hint + users[-1]["content"]
     if cfg.system_prompt is not None and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": cfg.system_prompt})
-    goes_on = messages[-1]["role"] == "assistant"
+
+    # If the last message is the assistant's, the model goes on with it.
+    continues = messages[-1]["role"] == "assistant"
     try:
-        text = render(tokenizer, messages, cfg, add_generation_prompt=not goes_on, continue_final_message=goes_on)
-    except Exception as error:  # a template fails as code does, with any exception
+        text = render(tokenizer, messages, cfg, add_generation_prompt=not continues, continue_final_message=continues)
+    except Exception as error:  # a template may raise any exception
         raise ValueError(f"the tokenizer's chat template refuses {key!r} (data.chat_template): {error}") from None
+
+    # Templates made for texts alone write a list or dict as Python does, and no error says so.
     for part in parts_of(messages):
         if str(part) in text and str(part) != json.dumps(part, ensure_ascii=False, default=str):
             raise ValueError(
@@ -58,30 +133,96 @@ def prompt_text(value: Any, cfg, tokenizer, hint: str = "") -> str:
     return text
 
 
-def render(tokenizer, messages: list[dict], cfg, **options) -> str:
-    """What the chat template writes, which gets `cfg.date` where it asks for today's. Raises what it raises."""
-    if cfg.date is not None:
-        options["strftime_now"] = cfg.date.strftime
-    return tokenizer.apply_chat_template(messages, tokenize=False, **options, **cfg.template_kwargs)
+def is_chat(value: Any) -> bool:
+    """Whether this is a list of chat messages, each with a role, and with content or tool calls."""
+    if not isinstance(value, list):
+        return False
+    for message in value:
+        if not isinstance(message, dict) or not message.get("role"):
+            return False
+        if message.get("content") is None and message.get("tool_calls") is None:
+            return False
+    return True
+
+
+def own_message(message: dict, key) -> dict:
+    """A copy of a chat message without keys that are null. Raises ValueError if it has parts that are no text."""
+    content = message.get("content")
+    for part in content if isinstance(content, list) else []:
+        if isinstance(part, dict) and part.get("type", "text") != "text":
+            what = f"a part of type {part['type']!r}"
+            raise ValueError(f"{key!r} has {what}, and models are trained on text alone: leave such rows out")
+    return {name: value for name, value in message.items() if value is not None or name == "content"}
 
 
 def parts_of(value: list | dict) -> Iterator[list | dict]:
     """The lists and dicts in a list or dict, and in these."""
-    parts = value.values() if isinstance(value, dict) else value
-    for part in parts:
+    for part in value.values() if isinstance(value, dict) else value:
         if isinstance(part, (list, dict)):
             yield part
             yield from parts_of(part)
 
 
-def hinted_text(row: dict, cfg, tokenizer) -> str:
-    """The text to tokenise for the teacher's prompt: the prompt with the row's hint. Raises ValueError."""
-    hint = answer_text(lookup(row, cfg.hint_key), cfg.hint_key)
-    return prompt_text(lookup(row, cfg.prompt_key), cfg, tokenizer, hint)
+def render(tokenizer, messages: list[dict], cfg, **options) -> str:
+    """What the chat template writes. It gets `cfg.date` if it asks for today's. Raises what the template raises."""
+    if cfg.date is not None:
+        options["strftime_now"] = cfg.date.strftime
+    return tokenizer.apply_chat_template(messages, tokenize=False, **options, **cfg.template_kwargs)
+
+
+def answer_text(value: Any, key) -> str:
+    """A row's reference answer as text: numbers as a JSON file or Python writes them, lists and objects as JSON.
+
+    Raises ValueError.
+    """
+    if value is None:
+        raise ValueError(f"{key!r} is null")
+    if isinstance(value, (list, dict)):
+        try:
+            return json.dumps(value, ensure_ascii=False, default=str, allow_nan=False)
+        except ValueError:
+            raise ValueError(f"{key!r} has a NaN or an infinite number: {value}") from None
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{key!r} is {value}, not a number")
+    if not isinstance(value, (str, int, float, Decimal)):  # such as a date, whose text in the file is lost
+        raise ValueError(f"{key!r} is a {type(value).__name__}; it must be a text, a number, a list or an object")
+    return str(value)
+
+
+# ---------------------------------------------------------------- the columns of a row
+
+
+def lookup(row: dict, key) -> Any:
+    """row[key] or, for a dotted key that is no column itself, the nested value. None if there is neither."""
+    if key in row:
+        return row[key]
+    head, _, rest = key.partition(".")
+    return lookup(row[head], rest) if rest and isinstance(row.get(head), dict) else None
+
+
+def source_of(row: dict, key) -> str:
+    """A row's source as text, "default" if it has none."""
+    source = lookup(row, key)
+    return "default" if source is None else str(source)
+
+
+def check_columns(cfg, table: Table, name):
+    """Raises ValueError for a key that no row of the table `name` has. The default of `source_key` may be missing."""
+    columns = columns_of(table)
+    for option in ("prompt_key", "answer_key", "source_key", "hint_key"):
+        key = getattr(cfg, option)
+        if key is None or key in columns or (option, key) == ("source_key", "source"):
+            continue
+        near = nearest(key, columns)
+        advice = f"the nearest is {near!r}, " if near else ""
+        raise ValueError(f"data.{option}={key!r}: no such column in {name}; {advice}all are {', '.join(columns)}")
+
+
+# ---------------------------------------------------------------- token ids
 
 
 def to_ids(texts: list[str], cfg, tokenizer) -> list[list[int]]:
-    """Token ids of texts of `prompt_text`, without an end token: the model goes on from them."""
+    """Token ids of texts of `prompt_text`, without an end token, since the model goes on from them."""
     if adds_end(cfg, tokenizer):
         return [ids[:-1] for ids in tokenizer(texts)["input_ids"]]
     return tokenizer(texts, add_special_tokens=not cfg.chat_template)["input_ids"]  # a template brings its own
@@ -92,14 +233,14 @@ def adds_end(cfg, tokenizer) -> bool:
     if cfg.chat_template:
         return False
     end = [tokenizer.eos_token_id]
-    bare = tokenizer("a", add_special_tokens=False)["input_ids"]  # the end token may stand for what is unknown
+    bare = tokenizer("a", add_special_tokens=False)["input_ids"]  # the end token may stand for an unknown character
     return tokenizer("a")["input_ids"][-1:] == end and bare[-1:] != end
 
 
-def missing_row(source: str, ids: Iterable[int], tokenizer, vocab_size: int, model: str = "model.path") -> str | None:
-    """What is wrong with ids from `source` that are beyond the `vocab_size` rows of the model's embedding, else None.
+def missing_row(source, ids: Iterable[int], tokenizer, vocab_size, model="model.path") -> str | None:
+    """What is wrong with ids from `source` that are beyond the `vocab_size` rows of the model's embedding, or None.
 
-    Such an id ends in an IndexError of the first layer, on a GPU in a device assert; neither names it.
+    Such an id ends in an IndexError of the first layer, on a GPU in a device assert. Neither names it.
     """
     largest = max(ids, default=0)
     if largest < vocab_size:
@@ -111,124 +252,7 @@ def missing_row(source: str, ids: Iterable[int], tokenizer, vocab_size: int, mod
     )
 
 
-def check_ids(source: str, *arguments) -> None:
-    """Raise ValueError for an id that the model has no row for; with the arguments of `missing_row`."""
+def check_ids(source, *arguments):
+    """Raises ValueError for an id that the model has no row for. The arguments are those of `missing_row`."""
     problem = missing_row(source, *arguments)
     require_data(problem is None, str(problem))
-
-
-def is_chat(value: Any) -> bool:
-    """Whether this is a list of chat messages, each with a role and content or tool calls."""
-    return isinstance(value, list) and all(
-        isinstance(m, dict) and m.get("role") and (m.get("content"), m.get("tool_calls")) != (None, None) for m in value
-    )
-
-
-def answer_text(value: Any, key: str) -> str:
-    """A row's reference answer as text: numbers as a JSON file or Python writes them, lists and objects as JSON.
-
-    Raises ValueError.
-    """
-    if value is None:
-        raise ValueError(f"{key!r} is null")
-    if isinstance(value, (list, dict)):
-        try:
-            return json.dumps(value, ensure_ascii=False, default=str, allow_nan=False)
-        except ValueError:
-            raise ValueError(f"{key!r} holds a NaN or an infinite number: {value}") from None
-    if str(value) in ("nan", "inf", "-inf") and isinstance(value, float):
-        raise ValueError(f"{key!r} is {value}, not a number")
-    if not isinstance(value, (str, int, float, Decimal)):  # a date: the text in the file cannot be recovered
-        raise ValueError(f"{key!r} was read as a {type(value).__name__}; legal are text, numbers, lists and objects")
-    return str(value)
-
-
-def lookup(row: dict, key: str) -> Any:
-    """row[key] or, for a dotted key that is no column itself, the nested value. None where there is none."""
-    if key in row:
-        return row[key]
-    head, _, rest = key.partition(".")
-    return lookup(row[head], rest) if rest and isinstance(row.get(head), dict) else None
-
-
-def source_of(row: dict, key: str) -> str:
-    """A row's source as text; "default" where it has none."""
-    source = lookup(row, key)
-    return "default" if source is None else str(source)
-
-
-def check_columns(cfg, table: Table, name: str) -> None:
-    """Raises ValueError for a key that no row of the table `name` has, but for `source_key` at its default."""
-    columns = columns_of(table)
-    for option in MEANT:
-        key = getattr(cfg, option)
-        if key not in (None, *columns) and (option, key) != ("source_key", "source"):
-            meant = meant_column(option, key, columns)
-            raise ValueError(
-                f"data.{option}={key!r}: no such column in {name}; "
-                f"{f'the nearest is {meant!r}, ' if meant else ''}all are {', '.join(columns)}"
-            )
-
-
-# What data sets call the column of an option, the likeliest first: verl's extra_info.answer is a whole solution.
-MEANT = {
-    "prompt_key": "prompt question problem query instruction messages conversations input",
-    "answer_key": "ground_truth answer final_answer expected_answer solution answers target label",
-    "source_key": "data_source source dataset task ability",
-    "hint_key": "hint hints solution rationale",
-}
-
-
-def meant_column(option: str, key: str, columns: list[str]) -> str | None:
-    """The column that a wrong `key` of an option may mean: the nearest by letters, else one of its meaning."""
-    above, _, own = key.rpartition(".")
-    beside = {column.rpartition(".")[2]: column for column in columns if column.rpartition(".")[0] == above}
-    near = nearest(own, beside)
-    if near:
-        return beside[near]
-    words = [*MEANT[option].split(), own]
-    return next((column for word in words for column in columns if column.rpartition(".")[2] == word), None)
-
-
-def tokenise(rows: list[dict], cfg, tokenizer, vocab_size: int) -> dict[str, list]:
-    """Columns with a value for each row.
-
-    "ids": int32 array, the prompt; empty where it is too long. "length": tokens of the prompt, with its hint. "digest":
-    16 bytes that change with prompt, hint, answer and source, as the row has them. "error": what is wrong, else None.
-    """
-    texts = []  # (prompt, prompt with the hint, answer) of each row
-    errors = []
-    for row in rows:
-        try:
-            if row.get("images"):
-                raise ValueError("'images' is not empty, and models are trained on text alone: leave such rows out")
-            prompt = prompt_text(lookup(row, cfg.prompt_key), cfg, tokenizer)
-            answer = answer_text(lookup(row, cfg.answer_key), cfg.answer_key)
-            with_hint = hinted_text(row, cfg, tokenizer) if cfg.hint_key is not None else ""
-            if SURROGATE.search(prompt + with_hint):
-                raise ValueError(f"{cfg.prompt_key!r} has half of a surrogate pair, which is no text")
-            texts.append((prompt, with_hint, answer))
-            errors.append(None)
-        except ValueError as problem:
-            texts.append(("", "", ""))
-            errors.append(str(problem))
-    prompts = to_ids([prompt for prompt, _, _ in texts], cfg, tokenizer)
-    hinted = [[] for _ in rows]
-    if cfg.hint_key is not None:  # for lengths and digests alone
-        hinted = to_ids([with_hint for _, with_hint, _ in texts], cfg, tokenizer)
-    keys = [key for key in (cfg.prompt_key, cfg.answer_key, cfg.hint_key) if key is not None]
-    columns = {"ids": [], "length": [], "digest": [], "error": errors}
-    for i, (ids, with_hint) in enumerate(zip(prompts, hinted, strict=True)):
-        length = max(len(ids), len(with_hint))
-        if errors[i] is None and not ids:
-            errors[i] = f"{cfg.prompt_key!r} is empty: no tokens (data.prompt_key, or the tokenizer of model.path)"
-        if errors[i] is None and length <= cfg.max_prompt_tokens:
-            name = f"{cfg.prompt_key!r}, as the chat template writes it" if cfg.chat_template else repr(cfg.prompt_key)
-            problem = missing_row(name, ids, tokenizer, vocab_size)
-            errors[i] = problem or missing_row(f"the hint {cfg.hint_key!r}", with_hint, tokenizer, vocab_size)
-        read = [source_of(rows[i], cfg.source_key), *(lookup(rows[i], key) for key in keys)]
-        inputs = json.dumps(read, default=str, sort_keys=True).encode()
-        columns["ids"].append(np.array(ids if length <= cfg.max_prompt_tokens else [], np.int32))
-        columns["length"].append(length)
-        columns["digest"].append(hashlib.blake2b(inputs, digest_size=16).digest())
-    return columns
