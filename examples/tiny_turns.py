@@ -13,7 +13,7 @@ def rows(secrets: str) -> Iterator[dict]:
 
 
 def higher_or_lower(text: str, row: dict, state: dict) -> str | None:
-    """Reply "+" if the secret digit is higher than the guess, "-" if it is lower; None, the end, for anything else."""
+    """Reply "+" if the secret digit is higher than the guess, "-" if it is lower. None, the end, for anything else."""
     if not re.fullmatch("[0-9]", text):
         return None
     state["guesses"] = state.get("guesses", 0) + 1
@@ -29,7 +29,7 @@ def won(text: str, answer: str, row: dict) -> float:
 
 
 def python(text: str, row: dict, state: dict) -> str | None:
-    """Run the last fenced Python block of an answer and reply with its output; None, the end, without a block."""
+    """Run the last fenced Python block of an answer and reply with its output. None, the end, without a block."""
     blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     if not blocks:
         return None

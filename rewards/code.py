@@ -36,10 +36,10 @@ def code(
     allow_writes: bool = False,
     prelude: str = "",
 ) -> float:
-    """1 if the last fenced block, after `prelude`, passes all tests of the row, else 0. With `partial`: the share.
+    """1 if the last fenced block, after `prelude`, passes all tests of the row, else 0. With `partial`: their share.
 
     Tests are assert statements, a program's input and output, or calls; `find_tests` says where they may be.
-    Raises sandbox.TooLong when one run takes longer than `seconds`, ValueError for a row without tests.
+    Raises sandbox.TooLong if one run takes longer than `seconds`, ValueError for a row without tests.
     """
     tests = find_tests(row, answer)
     blocks = re.findall(r"```(?:python3?|py)?[ \t]*\n(.*?)```", text, re.DOTALL)
@@ -53,49 +53,65 @@ def code(
 
 
 def find_tests(row: dict, answer: str) -> dict:
-    """`tests`, or `inputs`, `outputs` and perhaps `fn_name`. They are columns of the row, else JSON in its reference
-    answer, else JSON in verl's `reward_model.ground_truth`. Raises ValueError for a row without tests.
+    """`tests`, or `inputs`, `outputs` and perhaps `fn_name`. Raises ValueError for a row without tests.
+
+    They are columns of the row, or JSON in its reference answer or in verl's `reward_model.ground_truth`.
     """
     verl = row.get("reward_model")
     ground_truth = verl.get("ground_truth") if isinstance(verl, dict) else None
     for candidate in (row, answer, ground_truth):
-        found = candidate
-        if isinstance(candidate, str):
-            try:
-                found = json.loads(candidate)
-            except ValueError:
-                continue
-        if isinstance(found, list):
-            found = {"tests": found}
-        if isinstance(found, dict):
-            found = {"tests": found["functional"]} if found.get("functional") else found
-            if found.get("tests") or found.get("inputs"):
-                return found
+        found = read_tests(candidate)
+        if found:
+            return found
     raise ValueError(
         "the row has no tests: give assert statements in `tests`, or `inputs` and `outputs`, as columns or as JSON in "
         "the answer or in reward_model.ground_truth"
     )
 
 
+def read_tests(candidate: Any) -> dict | None:
+    """The tests that a row holds, or a JSON text in it. None if there are none."""
+    if isinstance(candidate, str):
+        try:
+            candidate = json.loads(candidate)
+        except ValueError:
+            return None
+    if isinstance(candidate, list):
+        candidate = {"tests": candidate}
+    if not isinstance(candidate, dict):
+        return None
+    if candidate.get("functional"):  # as LeetCode's data sets have it
+        return {"tests": candidate["functional"]}
+    return candidate if candidate.get("tests") or candidate.get("inputs") else None
+
+
 def share_passed(program: str, found: dict, partial: bool, **limits) -> float:
-    """1 if the program passes all tests, else 0; with `partial` the share that it passes. Raises as sandbox.run."""
+    """1 if the program passes all tests, else 0. With `partial`: the share that it passes. Raises as sandbox.run."""
     if found.get("tests"):
-        tests = found["tests"] if isinstance(found["tests"], list) else [found["tests"]]
-        if not all(isinstance(test, str) for test in tests):
+        cases = found["tests"] if isinstance(found["tests"], list) else [found["tests"]]
+        if not all(isinstance(test, str) for test in cases):
             raise ValueError("a test in `tests` is a text of Python, such as an assert statement")
-        passed = count_passed(program, [steps_of(test) for test in tests], **limits)
-        return passed / len(tests) if partial else float(passed == len(tests))
-    pairs = list(zip(found["inputs"], found.get("outputs") or [], strict=True))
-    if found.get("fn_name"):
-        passed = count_passed(program, [[call(program, found["fn_name"], *pair)] for pair in pairs], **limits)
-        return passed / len(pairs) if partial else float(passed == len(pairs))
+        passed = count_passed(program, [steps_of(test) for test in cases], **limits)
+    else:
+        cases = list(zip(found["inputs"], found.get("outputs") or [], strict=True))
+        if found.get("fn_name"):
+            calls = [[call(program, found["fn_name"], *case)] for case in cases]
+            passed = count_passed(program, calls, **limits)
+        else:
+            passed = count_printed(program, cases, partial, **limits)
+    return passed / len(cases) if partial else float(passed == len(cases))
+
+
+def count_printed(program: str, cases: list[tuple], partial: bool, **limits) -> int:
+    """For how many (input, output) the program prints the output. Without `partial` the first failure ends it."""
     passed = 0
-    for number, (stdin, wanted) in enumerate(pairs, 1):
+    for stdin, wanted in cases:
         output = sandbox.output_of(program, as_text(stdin), **limits)
-        passed += output is not None and lines_of(output) == lines_of(as_text(wanted))
-        if not partial and passed < number:
-            return 0.0
-    return passed / len(pairs)
+        if output is not None and lines_of(output) == lines_of(as_text(wanted)):
+            passed += 1
+        elif not partial:
+            break
+    return passed
 
 
 def as_text(lines: str | list[str]) -> str:
@@ -120,14 +136,18 @@ def steps_of(test: str) -> list[Step]:
 
 
 def step_of(statement: ast.stmt) -> Step:
-    if isinstance(statement, ast.Assert) and isinstance(statement.test, ast.Compare):
-        left = statement.test.left
-        right = statement.test.comparators[0]
-        if len(statement.test.ops) == 1 and isinstance(statement.test.ops[0], ast.Eq):
-            for expression, expected in ((left, right), (right, left)):
-                with contextlib.suppress(ValueError, TypeError):
-                    return Step(ast.unparse(expression), functools.partial(operator.eq, literal(expected)))
-    return Step(ast.unparse(statement))
+    whole = Step(ast.unparse(statement))
+    if not isinstance(statement, ast.Assert) or not isinstance(statement.test, ast.Compare):
+        return whole
+    compared = statement.test
+    if len(compared.ops) != 1 or not isinstance(compared.ops[0], ast.Eq):
+        return whole
+
+    (right,) = compared.comparators
+    for expression, expected in ((compared.left, right), (right, compared.left)):
+        with contextlib.suppress(ValueError, TypeError):
+            return Step(ast.unparse(expression), functools.partial(operator.eq, literal(expected)))
+    return whole
 
 
 def literal(node: ast.expr) -> Any:
@@ -145,12 +165,16 @@ def call(program: str, name: str, arguments: str | list, wanted: Any) -> Step:
 
     The arguments are a list, or JSON with one argument per line; the wanted value is a value or JSON.
     """
-    values = [json.loads(line) for line in arguments.split("\n")] if isinstance(arguments, str) else arguments
+    if isinstance(arguments, str):
+        arguments = [json.loads(line) for line in arguments.split("\n")]
     if isinstance(wanted, str):
         with contextlib.suppress(ValueError):
             wanted = json.loads(wanted)
-    owner = "Solution()." if re.search(r"^class Solution\b", program, re.MULTILINE) else ""
-    return Step(f"{owner}{name}({', '.join(map(repr, values))})", functools.partial(is_returned, wanted))
+
+    if re.search(r"^class Solution\b", program, re.MULTILINE):
+        name = f"Solution().{name}"
+    values = ", ".join(repr(value) for value in arguments)
+    return Step(f"{name}({values})", functools.partial(is_returned, wanted))
 
 
 def is_returned(wanted: Any, value: Any) -> bool:
@@ -170,19 +194,13 @@ def count_passed(program: str, tests: list[list[Step]], **limits) -> int:
     return sum(map(has_passed, tests, values))
 
 
-def has_passed(steps: list[Step], values: list[str] | None) -> bool:
-    """Whether a test passed, given the values of its expressions as text; None where a step failed."""
+def has_passed(steps: list[Step], values: Any) -> bool:
+    """Whether a test passed, given the values of its expressions as text, or None if a step failed."""
     conditions = [step.accepts for step in steps if step.accepts]
-    if values is None or len(values) != len(conditions):
-        return False
-    return all(is_right(accepts, text) for accepts, text in zip(conditions, values, strict=True))
-
-
-def is_right(accepts: Callable[[Any], bool], text: str) -> bool:
-    """Whether `accepts` is true for the literal in a text that the program wrote."""
-    if len(text) > MAX_VALUE:
-        return False
     try:
-        return accepts(ast.literal_eval(text))
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):  # a program may write any text
+        for accepts, text in zip(conditions, values, strict=True):
+            if len(text) > MAX_VALUE or not accepts(ast.literal_eval(text)):
+                return False
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):  # a program may write anything
         return False
+    return True

@@ -17,7 +17,7 @@ CONVERT = (
 
 
 class Model:
-    """The score, a model's first logit, of the response to row[prompt_key], a text or messages.
+    """The score, a model's first logit, of the response to row[prompt_key], which is a text or messages.
 
     With `device` cuda it shares the trainer's GPU. It reads the last `max_tokens` tokens of a longer conversation. With
     `pairs` the tokenizer gets question and answer as two texts, as BERT-like models need them.
@@ -39,16 +39,17 @@ class Model:
 
     @staticmethod
     def check(path: str, **_) -> None:
-        """See before the start that `path` is a model that scores, with safetensors. Raises ValueError.
+        """Check before the start that `path` is a model that scores, with safetensors. Raises ValueError.
 
-        Of a name on the hub only config.json is read; its weights are checked as they are loaded.
+        Only config.json is read of a name on the hub. Its weights are checked when they are loaded.
         """
         import transformers
 
         folder = Path(path)
         if folder.is_dir() and not any(folder.glob("*.safetensors")):
-            what = "only pickled weights (.bin), which may run code" if any(folder.glob("*.bin")) else "no weights"
-            raise ValueError(f"path={path} holds {what}, and no safetensors; {CONVERT.format(path=path)}")
+            raise ValueError(
+                f"path={path} has no safetensors. Pickled weights (.bin) may run code; {CONVERT.format(path=path)}"
+            )
         try:
             config = transformers.AutoConfig.from_pretrained(path)
         except (OSError, ValueError) as error:
@@ -57,17 +58,22 @@ class Model:
         if not names[0].endswith("ForSequenceClassification"):
             raise ValueError(
                 f"path={path} is a {names[0]}; a reward model is a ...ForSequenceClassification, whose first logit is "
-                "the reward. Any other would get a random head"
+                "the reward. Any other model would get a random head"
             )
 
     def __call__(self, text: str, answer: str, row: dict) -> float:
         import torch
 
         prompt = row[self.prompt_key]
-        templated = self.tokenizer.chat_template and not self.pairs
-        texts = [plain(prompt), text] if self.pairs else [plain(prompt) + text]
-        if templated:
+        templated = False
+        if self.pairs:
+            texts = [plain(prompt), text]
+        elif self.tokenizer.chat_template:
+            templated = True
             texts = [self.tokenizer.apply_chat_template(chat(text, prompt), tokenize=False)]
+        else:
+            texts = [plain(prompt) + text]
+
         tokens = self.tokenizer(
             *texts,
             truncation=True,
@@ -82,6 +88,7 @@ class Model:
             self.scorer.get_input_embeddings().num_embeddings,
             "the reward model",
         )
+
         with torch.inference_mode():
             return self.scorer(**tokens.to(self.scorer.device)).logits[0, 0].item()
 
@@ -97,20 +104,18 @@ def chat(text: str, prompt: str | list[dict]) -> list[dict]:
 
 @functools.cache  # several names may have one model
 def load(path: str, device: str, dtype: str) -> tuple:
-    """The reward model, in evaluation mode, and its tokenizer. Raises ValueError where it has no safetensors."""
+    """The reward model, in evaluation mode, and its tokenizer. Raises OSError if it has no safetensors."""
     import torch
     import transformers
 
     if device == "cuda":
         device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+
     tokenizer = transformers.AutoTokenizer.from_pretrained(path, truncation_side="left")
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    try:
-        scorer = transformers.AutoModelForSequenceClassification.from_pretrained(
-            path, dtype=getattr(torch, dtype), use_safetensors=True
-        )
-    except OSError as error:
-        hint = f"; {CONVERT.format(path=path)}" if "safetensors" in str(error) else ""
-        raise ValueError(f"the reward model {path}: {error}{hint}") from error
+    scorer = transformers.AutoModelForSequenceClassification.from_pretrained(
+        path, dtype=getattr(torch, dtype), use_safetensors=True
+    )
+
     scorer.config.pad_token_id = tokenizer.pad_token_id
     return scorer.to(device).eval(), tokenizer

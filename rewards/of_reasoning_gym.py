@@ -18,23 +18,28 @@ from reasoning_gym.factory import DATASETS
 
 
 def rows(task: str, config: str = "{}") -> Iterator[dict]:
-    """Yield a row for each puzzle of a task with these fields of its config, JSON. ValueError: no such task."""
+    """Yield a row for each puzzle of a task, whose config, JSON, has these fields. Raises ValueError for no task."""
     for puzzle in dataset_of(task, config):
-        row = {"prompt": puzzle["question"], "answer": str(puzzle["answer"]), "source": task, "config": config}
-        yield row | {"puzzle": repr(puzzle)}  # the scorers of arc_agi and rearc need tuples, which JSON has not
+        yield {
+            "prompt": puzzle["question"],
+            "answer": str(puzzle["answer"]),
+            "source": task,
+            "config": config,
+            "puzzle": repr(puzzle),  # the scorers of arc_agi and rearc need tuples, which JSON has not
+        }
 
 
 @functools.cache
 def dataset_of(task: str, config: str):
     """The task's ProceduralDataset. Raises ValueError that names the nearest tasks."""
     if task not in DATASETS:
-        near = difflib.get_close_matches(task, DATASETS, n=5, cutoff=0.4) or sorted(DATASETS)
+        near = difflib.get_close_matches(task, DATASETS, n=5, cutoff=0)
         raise ValueError(f"reasoning-gym has no task {task!r}; the nearest are {', '.join(near)}")
     return reasoning_gym.create_dataset(task, **{"seed": 0, **json.loads(config)})
 
 
 def score(text: str, answer: str, row: dict, tag: str = "answer") -> float:
-    """The task's score, 0 to 1, of the text in the last <answer>…</answer>; with tag "" of the whole response."""
+    """The task's score, 0 to 1, of the text in the last <answer>…</answer>, or with tag "" of the whole response."""
     found = reasoning_gym.utils.extract_answer(text, tag) if tag else text.strip()
     return dataset_of(row["source"], row["config"]).score_answer(found, ast.literal_eval(row["puzzle"]))
 

@@ -16,19 +16,22 @@ __all__ = ["Answers"]  # where verifiers looks for a harness
 
 
 class Answers(vf.Harness[vf.HarnessConfig]):
-    """In place of a program with a model: answers as in sampling.turns, texts of model, environment, model, ..."""
+    """Gives the answers in sampling.turns, the texts of model, environment, model, ..., in place of a program."""
 
     SUPPORTS_RESUME = APPENDS_SYSTEM_PROMPT = True
     EXECUTES_CODE = NEEDS_CONTAINER = False
 
     async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data):
-        """Add the next answer to the trace. Where none is left: raise if the conversation `goes_on`, else stop."""
-        messages, turns = opening(data), ctx.sampling.turns
-        said, place = messages[-1].content, 2 * trace.num_turns
+        """Add the next answer to the trace. If none is left, raise if the conversation `goes_on`, else stop."""
+        messages = opening(data)
+        said = messages[-1].content
+        turns = ctx.sampling.turns
+        place = 2 * trace.num_turns  # of the next answer in `turns`
         if place and len(messages) != len(trace.messages) + 1:
-            raise ValueError("the environment sent several messages at once; legal is one a turn")
+            raise ValueError("the environment sent several messages at once; it may send one a turn")
         if 0 < place < len(turns) and said != turns[place - 1]:
             raise ValueError(f"after the same answers the environment said {turns[place - 1]!r} and then {said!r}")
+
         if place < len(turns):
             message = vf.AssistantMessage(content=turns[place])
             answer = vf.Response(id="", created=0, model=ctx.model, message=message, finish_reason="stop")
@@ -38,6 +41,7 @@ class Answers(vf.Harness[vf.HarnessConfig]):
             raise vf.RolloutError("the next answer is not sampled yet")
         else:
             trace.stop("max_turns")
+
         return vf.ProgramResult(exit_code=0, stdout="", stderr="")
 
 
@@ -53,19 +57,20 @@ def served(file: str) -> tuple[asyncio.Runner, vf.Env, vf.Taskset]:
     settings = {"env": {}, "select": {}, **tomllib.loads(Path(file).read_text())}
     agents = [name for name, value in vf.resolve_env_config(settings["env"]) if isinstance(value, vf.AgentConfig)]
     if len(agents) != 1:
-        raise ValueError(f"{file}: it has the agents {', '.join(agents)}; legal is one, which is trained")
+        raise ValueError(f"{file}: it has the agents {', '.join(agents)}; it must have one, which is trained")
+
     agent = {**settings["env"].get(agents[0], {}), "harness": {"id": "of_verifiers"}, "runtime": {"type": "subprocess"}}
     env = vf.load_environment(vf.resolve_env_config({**settings["env"], agents[0]: agent}))
     loop = asyncio.Runner()
-    env.open = env.serving()  # kept with it: what nothing refers to is closed
+    env.open = env.serving()  # kept in it, since what nothing refers to is closed
     loop.run(env.open.__aenter__())
     return loop, env, env.taskset.select(vf.SelectConfig(**settings["select"]))
 
 
 def rows(file: str) -> Iterator[dict]:
-    """Yield a row for each selected task. ValueError: there is no end of them, or a hook that nothing here calls."""
+    """Yield a row for each selected task. Raises ValueError if they have no end, or a hook that nothing here calls."""
     _, env, tasks = served(file)
-    for task in tasks.shuffle():  # which refuses those without end
+    for task in tasks.shuffle():  # it refuses tasks without end
         if task.hooks("stop") or vf.utils.decorators.discover_decorated(task, "intercept"):
             raise ValueError(f"{file}: {type(task).__name__} has @stop or @intercept, which nothing calls here")
         row = {"answer": "", "source": env.config.env_id, "env": file, "task": task.data.model_dump(mode="json")}
@@ -77,11 +82,13 @@ def rows(file: str) -> Iterator[dict]:
 
 def replay(row: dict, turns: list[str], goes_on: bool) -> tuple[str | None, dict[str, float]]:
     """(what the environment says next, {}), or at its end (None, rewards). Raises RuntimeError."""
+    # Run the environment from its start, with the answers so far.
     loop, env, tasks = served(row["env"])
     kind = tasks.task_type()
     task = kind(kind.data_type().model_validate(row["task"]), tasks.config.task)
     sampling = vf.SamplingConfig(turns=turns, goes_on=goes_on)
     episode = loop.run(env.run_episode(task, vf.ModelContext("policy", vf.EvalClientConfig(), sampling)))
+
     for trace in episode.traces:
         if "said" in trace.info:
             return trace.info["said"], {}
@@ -93,7 +100,7 @@ def replay(row: dict, turns: list[str], goes_on: bool) -> tuple[str | None, dict
 
 
 def play(text: str, row: dict, state: dict) -> str | None:
-    """Reply as the environment does; at its end the state gets the rewards."""
+    """Reply as the environment does. At its end the state gets the rewards."""
     turns = [*state.get("turns", []), text]
     said, state["rewards"] = replay(row, turns, goes_on=True)
     state["turns"] = [*turns, said]
@@ -101,5 +108,8 @@ def play(text: str, row: dict, state: dict) -> str | None:
 
 
 def score(text: str, answer: str, row: dict) -> dict[str, float]:
-    """The rewards, each times its weight; where the conversation was cut off, those after max_turns."""
-    return row.get("state", {}).get("rewards") or replay(row, row.get("turns", [text]), goes_on=False)[1]
+    """The rewards, each times its weight. If the conversation was cut off, it ends as after max_turns."""
+    rewards = row.get("state", {}).get("rewards")
+    if not rewards:
+        _, rewards = replay(row, row.get("turns", [text]), goes_on=False)
+    return rewards

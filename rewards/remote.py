@@ -13,6 +13,7 @@ def remote(
 
     docs/rewards.md says when it retries. Raises ConnectionError after the last retry, and at once after another 4xx.
     """
+    # What urllib3 tries again, with pauses of 0, 2, 4, ... times backoff_s.
     plan = Retry(
         retries,
         backoff_factor=backoff_s,
@@ -21,6 +22,7 @@ def remote(
         respect_retry_after_header=False,
         raise_on_status=False,
     )
+
     body = json.dumps({"text": text, "answer": answer, "row": row})
     headers = {"Content-Type": "application/json"}
     adapter = requests.adapters.HTTPAdapter(max_retries=plan)
@@ -31,6 +33,7 @@ def remote(
             response = session.post(url, body, timeout=timeout_s, headers=headers)
         except requests.RequestException as error:
             raise ConnectionError(f"{url}: {error}, tried {retries + 1} times") from error
+
     if not response.ok:
         tries = len(response.raw.retries.history) + 1
         raise ConnectionError(f"{url}: {response.status_code} {response.reason}, tried {tries} times")

@@ -1,4 +1,8 @@
-"""The rewards that `cfg`, the section `reward` or a namespace of its keys, names: found, checked, made, weighed."""
+"""The rewards that the configuration names: find them, check them, make them, and weigh their parts.
+
+`cfg` is the section `reward`, or a namespace of its keys. The trainer checks rewards before the start; grading
+processes load them.
+"""
 
 import functools
 import inspect
@@ -20,8 +24,8 @@ def weights_of(spec: Spec) -> dict[str, float]:
     return {spec: 1.0} if isinstance(spec, str) else spec
 
 
-def find(name: str, cfg) -> Callable:
-    """The function or class of a name. Raises ValueError that says what is legal."""
+def find(name, cfg) -> Callable:
+    """The function or class of a name. Raises ValueError for an unknown one."""
     kind = cfg.functions.get(name, name)
     if kind in REWARDS:
         return REWARDS[kind]
@@ -29,27 +33,24 @@ def find(name: str, cfg) -> Callable:
         return user_code.load_function("reward.custom", cfg.custom)
     if name in cfg.functions:
         return user_code.load_function(f"reward.functions.{name}", kind)
-    raise ValueError(f"unknown reward {name!r}; legal are {legal_names(cfg)}")
+    names = ", ".join([*REWARDS, "custom", *cfg.functions])
+    raise ValueError(
+        f"unknown reward {name!r}; it must be one of {names}. reward.functions adds files, such as those of rewards/"
+    )
 
 
-def legal_names(cfg) -> str:
-    return f"{', '.join([*REWARDS, 'custom', *cfg.functions])}; reward.functions names files, such as those of rewards/"
+# ---------------------------------------------------------------- checks, in the trainer
 
 
-def takes_ids(function: Callable) -> bool:
-    """Whether a reward has a parameter `response_ids`."""
-    call = function.__call__ if inspect.isclass(function) else function
-    return "response_ids" in inspect.signature(call).parameters
-
-
-def check(spec: Spec, cfg) -> None:
-    """Check a reward without making it. Raises ValueError that says what is legal."""
+def check(spec: Spec, cfg):
+    """Check a reward without making it. Raises ValueError."""
     for name in cfg.functions:
         if name in REWARDS or name in OWN_PARTS or name == "custom":
             raise ValueError(f"reward.functions.{name}: a reward has this name already; choose another")
     for name in cfg.options:
         if name not in REWARDS and name not in cfg.functions and name != "custom":
-            raise ValueError(f"reward.options.{name}: unknown reward; legal are {legal_names(cfg)}")
+            raise ValueError(f"reward.options.{name}: no reward has this name")
+
     if not spec:
         raise ValueError(f"{spec!r} is no reward; give a name, or {{name: weight, name: weight}}")
     for name in weights_of(spec):
@@ -61,18 +62,10 @@ def check(spec: Spec, cfg) -> None:
             raise ValueError(f"reward.options.{name}: {error}") from None
 
 
-def check_options(function: Callable, given: dict) -> None:
-    """Raises ValueError for an option that the reward does not have, and for a missing one that it needs."""
-    options = [p for p in inspect.signature(function).parameters.values() if p.name != "response_ids"]
-    if not inspect.isclass(function):
-        options = options[3:]  # without text, answer, row
-    legal = [p.name for p in options]
-    try:
-        inspect.Signature(options).bind(**given)
-    except TypeError as error:
-        raise ValueError(f"{error}; legal are {', '.join(legal) or 'none'}") from None
-    if hasattr(function, "check"):
-        function.check(**given)
+def parameters_of(function: Callable) -> dict[str, inspect.Parameter]:
+    """The parameters of a call of a reward, which may be a class whose instances are called."""
+    call = function.__call__ if inspect.isclass(function) else function
+    return dict(inspect.signature(call).parameters)
 
 
 # Names of parameters whose place shows that other arguments are meant, such as those of verl and TRL. Others are free.
@@ -82,36 +75,50 @@ PLACES = {
 }  # fmt: skip
 
 
-def check_call(function: Callable, name: str) -> None:
+def check_call(function: Callable, name):
     """Raises ValueError unless a call with (text, answer, row) gives a reward's parameters what their names say."""
-    call = function.__call__ if inspect.isclass(function) else function
-    taken = [p for p in inspect.signature(call).parameters.values() if p.name not in ("self", "response_ids")][:3]
+    call = f"the reward {name!r} is called with (text, answer, row)"
+    taken = [p for p in parameters_of(function).values() if p.name not in ("self", "response_ids")][:3]
     for place, parameter in enumerate(taken):
         if PLACES.get(parameter.name, place) != place:
-            gets = ("text", "answer", "row")[place]
+            given = ("text", "answer", "row")[place]
             raise ValueError(
-                f"the reward {name!r} is called with (text, answer, row), so {parameter.name!r} would get the {gets}. "
-                "Wrap verl's: def reward(text, answer, row): return compute_score(row['data_source'], text, answer, "
-                "row.get('extra_info')); or TRL's: return f([text], answer=[answer])[0]"
+                f"{call}, so {parameter.name!r} would get the {given}. Wrap the function, as docs/rewards.md shows for "
+                "those of verl and TRL"
             )
     try:
         inspect.Signature(taken).bind("text", "answer", {})
     except TypeError as error:
-        raise ValueError(f"the reward {name!r} is called with (text, answer, row): {error}") from None
+        raise ValueError(f"{call}: {error}") from None
+
+
+def check_options(function: Callable, given: dict):
+    """Raises ValueError for an option that the reward does not have, and for a missing one that it needs."""
+    options = [p for p in inspect.signature(function).parameters.values() if p.name != "response_ids"]
+    if not inspect.isclass(function):
+        options = options[3:]  # without text, answer, row
+    try:
+        inspect.Signature(options).bind(**given)
+    except TypeError as error:
+        names = ", ".join(option.name for option in options)
+        raise ValueError(f"{error}; its options are {names or 'none'}") from None
+    if hasattr(function, "check"):
+        function.check(**given)
 
 
 # ---------------------------------------------------------------- in a grading process
 
 
 def load(spec: Spec, cfg) -> Callable:
-    """The reward as a function of (text, answer, row, response_ids) that returns {"parts": its parts, weighed}.
+    """The reward as a function of (text, answer, row, response_ids). It returns {"parts": its parts, weighed}.
 
-    All that it needs is loaded here, before an answer's time starts. Parts of a weighted sum are named after rewards.
+    All that it needs is loaded here, before an answer's time starts. The parts of a weighted sum are named after its
+    rewards.
     """
     weights = weights_of(spec)
     rewards = {name: make(name, cfg) for name in weights}
 
-    def grade(text: str, answer: Answer, row: dict, response_ids: list[int] | None = None) -> dict[str, dict]:
+    def grade(text, answer: Answer, row: dict, response_ids: list[int] | None = None) -> dict[str, dict]:
         parts = {}
         for name, weight in weights.items():
             value = rewards[name](text, answer, row, response_ids)
@@ -120,28 +127,26 @@ def load(spec: Spec, cfg) -> Callable:
                     part = name if part == "reward" else f"{name}/{part}"
                 parts[part] = number
         if not parts:
-            raise ValueError(
-                f"the reward is None ({', '.join(weights)}): it does not apply to this row; legal is a finite number"
-            )
+            raise ValueError(f"the reward is None ({', '.join(weights)}): no reward applies to this row")
         return {"parts": parts}
 
     return grade
 
 
-def make(name: str, cfg) -> Callable:
+def make(name, cfg) -> Callable:
     """One reward with its options, as a function of (text, answer, row, response_ids)."""
     function = find(name, cfg)
     options = cfg.options.get(name, {})
     if function is REWARDS["math"]:
-        parse_math("$1$ or \\boxed{1}")
+        parse_math("$1$ or \\boxed{1}")  # imports math-verify
     if inspect.isclass(function):
         made = user_code.instance(function, json.dumps(options))
     else:
         made = functools.partial(function, **options)
-    with_ids = takes_ids(function)
+    takes_ids = "response_ids" in parameters_of(function)
 
-    def reward(text: str, answer: Answer, row: dict, ids: list[int] | None) -> float | dict:
-        given = {"response_ids": ids} if with_ids else {}
+    def reward(text, answer: Answer, row: dict, ids: list[int] | None) -> float | dict:
+        given = {"response_ids": ids} if takes_ids else {}
         return max(made(text, one, row, **given) for one in answers_for(function, answer))
 
     return reward
@@ -150,22 +155,24 @@ def make(name: str, cfg) -> Callable:
 def answers_for(function: Callable, answer: Answer) -> list[str]:
     """The reference answers that a reward is computed with, of which the best counts.
 
-    One for each entry of a list where the reward compares, else one, with lists and objects as JSON. Raises ValueError
-    for what no text can be compared with.
+    A reward that compares gets each entry of a list. Any other gets one text, with lists and objects as JSON. Raises
+    ValueError for what no text can be compared with.
     """
-    if isinstance(answer, str) or function not in COMPARING:
-        return [answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)]
+    if isinstance(answer, str):
+        return [answer]
+    if function not in COMPARING:
+        return [json.dumps(answer, ensure_ascii=False)]
     if not isinstance(answer, list) or not answer or not all(isinstance(one, (str, int, float)) for one in answer):
         raise ValueError(
-            f"the reference answer {answer!r} is no text, number or list of them: is it data.answer_key's?"
+            f"the reference answer {answer!r} is not a text, a number or a list of them; check data.answer_key"
         )
     return [str(one) for one in answer]
 
 
 def parts_of(value: float | dict, weight: float = 1.0) -> dict[str, float]:
-    """The parts of what a reward returned, times a weight; a single value is named "reward", and None is left out.
+    """The parts of what a reward returned, times a weight. A single value is named "reward"; None is left out.
 
-    Raises TypeError or ValueError for what is no number.
+    Raises ValueError or TypeError for what is no number.
     """
     returned = value if isinstance(value, dict) else {"reward": value}
     parts = {}

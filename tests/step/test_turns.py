@@ -159,7 +159,7 @@ HOSTILE = {
     "raises": ('return row["nothing"]', "error", r"rollout.turns failed: KeyError: 'nothing' \(play.py, line \d+\)"),
     "a megabyte": ('return "+" * 2**20', "error", "the text that it returned has 1048576 bytes; at most 100000"),
     "a megabyte of state": ('state["x"] = "+" * 2**20; return "+"', "error", "the state that it returned has 1048"),
-    "a number": ("return 3", "error", "TypeError: it returned a int; legal are a text and None"),
+    "a number": ("return 3", "error", "TypeError: it returned a int; it must return a text or None"),
     "a token without a row": ('return "="', "error", "reply: the token '=' has the id 15, but .* has 15 rows"),
     "no JSON": ("state['x'] = {1, 2}; return '+'", "error", "Object of type set is not JSON serializable"),
 }

@@ -103,7 +103,7 @@ def test_chosen_letter(text, letter):
     assert reward.chosen_letter(text) == letter
 
 
-NO_ANSWER = "is no text, number or list of them: is it data.answer_key's?"
+NO_ANSWER = "is not a text, a number or a list of them; check data.answer_key"
 
 
 def test_a_list_holds_several_right_answers():
@@ -322,7 +322,10 @@ def test_only_a_model_that_scores_is_a_reward_model(reward_model, tmp_path):
     assert "is a Qwen2ForCausalLM; a reward model is a ...ForSequenceClassification" in said
     (other / "model.safetensors").rename(other / "pytorch_model.bin")
     said = refusal("m", **model_at(other))
-    assert "only pickled weights (.bin)" in said and "convert it once, from weights you trust: python -c" in said
+    assert (
+        "has no safetensors. Pickled weights (.bin) may run code" in said
+        and "convert it once, from weights you trust: python -c" in said
+    )
 
 
 # ---------------------------------------------------------------- rewards by their names, and the pool
@@ -408,7 +411,7 @@ def test_a_reward_that_is_none_is_left_out(own):
     outcomes = grade_with(config.default, jobs, **keys)
     assert [o.parts for o in outcomes[:3]] == [{"odd": 1.0, "exact": 1.0}, {"exact": 1.0}, {"b": 1.0}]
     assert outcomes[3].status == "error"
-    assert "the reward is None (never): it does not apply to this row; legal is a finite number" in outcomes[3].error
+    assert "the reward is None (never): no reward applies to this row" in outcomes[3].error
 
 
 def test_functions_and_classes_by_names(own):
@@ -451,19 +454,20 @@ def test_a_file_is_an_ordinary_module_of_its_folder(tmp_path):
 @pytest.mark.parametrize(
     ("spec", "keys", "said"),
     [
-        ("gsmk8", {}, "legal are exact, gsm8k, math, multiple_choice, format, length, custom"),
-        ({"math": 1.0, "fromat": 1.0}, {}, "unknown reward 'fromat'; legal are exact"), ({}, {}, "is no reward"),
-        ("math", {"options": {"lenght": {}}}, "reward.options.lenght: unknown reward; legal are exact"),
-        ("length", {"options": {"length": {"limit": 1, "limt": 1}}}, "argument 'limt'; legal are limit, buffer, unit"),
-        ("exact", {"options": {"exact": {"x": 1}}}, "unexpected keyword argument 'x'; legal are none"),
+        ("gsmk8", {}, "must be one of exact, gsm8k, math, multiple_choice, format, length, custom"),
+        ({"math": 1.0, "fromat": 1.0}, {}, "unknown reward 'fromat'; it must be one of exact"),
+        ({}, {}, "is no reward"),
+        ("math", {"options": {"lenght": {}}}, "reward.options.lenght: no reward has this name"),
+        ("length", {"options": {"length": {"limit": 1, "limt": 1}}}, "'limt'; its options are limit, buffer, unit"),
+        ("exact", {"options": {"exact": {"x": 1}}}, "unexpected keyword argument 'x'; its options are none"),
         ("custom", {"custom": "own.py:f"}, "no function 'f'"), ("custom", {"custom": "broken.py:f"}, "nosuchmodule"),
         ("m", {"functions": {"m": "no.py:f"}}, "reward.functions.m='no.py:f': give path/to/file.py:function, a file"),
         ("m", {"functions": {"m": "own.py:NoFunction"}}, "has no __call__"),
-        ("m", {"functions": {"m": "own.py:Novelty"}}, "reward.options.m: missing a required argument: 'bonus'; legal"),
+        ("m", {"functions": {"m": "own.py:Novelty"}}, "reward.options.m: missing a required argument: 'bonus'; its"),
         ("nvel", {"functions": {"novel": "own.py:Novelty"}}, "multiple_choice, format, length, custom, novel"),
         ("exact", {"functions": {"math": JUDGE}}, "reward.functions.math: a reward has this name already"),
         ("exact", {"functions": {"overlong": JUDGE}}, "reward.functions.overlong: a reward has this name already"),
-        ("m", {"functions": {"m": "own.py:verl"}}, "so 'data_source' would get the text. Wrap verl's"),
+        ("m", {"functions": {"m": "own.py:verl"}}, "so 'data_source' would get the text. Wrap"),
         ("m", {"functions": {"m": "own.py:trl"}}, "so 'completions' would get the text. Wrap"),
         ("m", {"functions": {"m": "own.py:exchanged"}}, "so 'text' would get the answer"),
     ],
