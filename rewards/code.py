@@ -128,7 +128,7 @@ def lines_of(output: str) -> list[str]:
 
 @functools.lru_cache(maxsize=1024)  # the answers of a group have the same tests
 def steps_of(test: str) -> list[Step]:
-    """The statements of a test; `assert f(x) == literal` becomes the expression f(x)."""
+    """The statements of a test. `assert f(x) == literal` becomes the expression f(x)."""
     try:
         return [step_of(statement) for statement in ast.parse(test).body]
     except (SyntaxError, ValueError, RecursionError):
@@ -178,7 +178,7 @@ def call(program: str, name: str, arguments: str | list, wanted: Any) -> Step:
 
 
 def is_returned(wanted: Any, value: Any) -> bool:
-    """Whether a value equals the wanted one as JSON, which has no tuples; APPS wraps some values in a list."""
+    """Whether a value equals the wanted one as JSON, which has no tuples. APPS wraps some values in a list."""
     with contextlib.suppress(TypeError, ValueError):
         value = json.loads(json.dumps(value))
     return value == wanted or (isinstance(wanted, list) and len(wanted) == 1 and value == wanted[0])

@@ -35,7 +35,7 @@ def find(name, cfg) -> Callable:
         return user_code.load_function(f"reward.functions.{name}", kind)
     names = ", ".join([*REWARDS, "custom", *cfg.functions])
     raise ValueError(
-        f"unknown reward {name!r}; it must be one of {names}. reward.functions adds files, such as those of rewards/"
+        f"unknown reward {name!r}; it must be one of {names}. reward.functions adds files, such as those in rewards/"
     )
 
 
@@ -68,7 +68,8 @@ def parameters_of(function: Callable) -> dict[str, inspect.Parameter]:
     return dict(inspect.signature(call).parameters)
 
 
-# Names of parameters whose place shows that other arguments are meant, such as those of verl and TRL. Others are free.
+# Names of parameters whose place shows that a function is made for other arguments, as in verl and TRL. Any other name
+# may stand anywhere.
 PLACES = {
     "text": 0, "response": 0, "completion": 0, "solution_str": 0, "ground_truth": 1, "reference": 1,
     "row": 2, "data_source": 3, "extra_info": 3, "completions": 3, "prompts": 3,
@@ -170,7 +171,7 @@ def answers_for(function: Callable, answer: Answer) -> list[str]:
 
 
 def parts_of(value: float | dict, weight: float = 1.0) -> dict[str, float]:
-    """The parts of what a reward returned, times a weight. A single value is named "reward"; None is left out.
+    """The parts of what a reward returned, times a weight. A single value is named "reward". None is left out.
 
     Raises ValueError or TypeError for what is no number.
     """

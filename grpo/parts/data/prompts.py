@@ -1,4 +1,7 @@
-"""The prompts of a run: loaded from the tables, mixed, and taken step by step. Knows no tensors and no rewards.
+"""The prompts of a run: loaded, checked, and taken step by step. Knows no tensors and no rewards.
+
+Data go through one file a stage: tables.py reads rows, tokens.py makes token ids of them, this file makes prompts,
+mixing.py puts them in order, and ends.py says what ends their answers.
 
 `cfg` is the section `data`. Invalid data raise a ValueError that names key, file and row or column (docs/data.md).
 """
@@ -19,7 +22,7 @@ from grpo.parts.base.require import require_data
 from grpo.parts.data import mixing, tokens
 from grpo.parts.data.tables import Table, concatenate, hold_small, read_tables, rows_between
 
-LARGE_BYTES = 16 * 2**20  # a rank holds the rows of smaller tables, and reads those of larger ones from their files
+LARGE_BYTES = 16 * 2**20  # a rank keeps a smaller table in memory, and reads the rows of a larger one from its files
 
 
 @dataclass
@@ -39,9 +42,9 @@ class PromptSet(Sequence):
 
     cfg: DataConfig
     table: Table
-    rows: array = field(default_factory=lambda: array("q"))  # the row of the table that each prompt comes from
+    rows: list[int] = field(default_factory=list)  # the row of the table that each prompt comes from
     ids: list[array] = field(default_factory=list)  # token ids of each prompt
-    hinted: list[array] = field(default_factory=list)  # the same with its hint; empty without data.hint_key
+    hinted: list[array] = field(default_factory=list)  # of each prompt with its hint; empty without data.hint_key
     fingerprint: str = ""  # 16 hex digits that change with any prompt, hint, answer, source, or the order of the rows
 
     @property
@@ -148,7 +151,8 @@ def load_set(value: str | list[str], cfg, tokenizer, vocab_size, key) -> PromptS
 
     require_data(
         len(prompts) > 0,
-        f"data.max_prompt_tokens={cfg.max_prompt_tokens}: all prompts of {value} are longer, the shortest {shortest}",
+        f"data.max_prompt_tokens={cfg.max_prompt_tokens}: all prompts of {value} are longer; "
+        f"the shortest has {shortest} tokens",
     )
     check_they_differ(prompts, value, key)
     return prompts

@@ -96,7 +96,7 @@ def find_sources(name, split, key) -> list[Source]:
 
 
 def folder_files(folder, named_split, split, key) -> list[str]:
-    """The data files of a folder. If it has several splits, by the names of its files, those of one split."""
+    """The data files of a folder. If the names of its files make several splits, the files of one split."""
     from datasets.data_files import DataFilesDict, EmptyDatasetError, get_data_patterns
 
     try:
@@ -181,7 +181,7 @@ class JsonLines(Sequence):
     """The rows of a JSON file, each parsed when it is read. A column has no type: a row is what its line says."""
 
     content: mmap.mmap
-    starts: array  # where each row's line begins; then the end of the file
+    starts: array  # where each row's line begins, and the end of the file
 
     def __len__(self):
         return len(self.starts) - 1

@@ -20,7 +20,7 @@ class TokenisedRow(NamedTuple):
     """What is kept of a row when the data are read."""
 
     ids: list[int]  # of the prompt
-    hinted: list[int]  # of the prompt with its hint; without data.hint_key the same
+    hinted: list[int]  # of the prompt with its hint, or the same ids without data.hint_key
     length: int  # tokens of the longer of them
     digest: bytes  # 16 bytes that change with the row's prompt, hint, answer and source
 
@@ -253,6 +253,6 @@ def missing_row(source, ids: Iterable[int], tokenizer, vocab_size, model="model.
 
 
 def check_ids(source, *arguments):
-    """Raises ValueError for an id that the model has no row for. The arguments are those of `missing_row`."""
+    """Raises ValueError for an id that the model has no row for. Takes the arguments of `missing_row`."""
     problem = missing_row(source, *arguments)
     require_data(problem is None, str(problem))

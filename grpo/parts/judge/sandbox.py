@@ -44,7 +44,7 @@ def values_of(program, tests: list[list[tuple[str, bool]]], **limits) -> list:
 
     A test is a list of Python sources, each with whether it is an expression. The values of expressions are returned,
     in Python's own types. The others are statements. A hostile program may replace a test's list by any JSON value.
-    `limits` are those of `run`.
+    `limits` go to `run`.
     """
     secret = secrets.token_hex(16)  # so that a program that ends early, or prints, cannot pass
     _, output = run({"program": program, "tests": tests, "secret": secret}, **limits)
@@ -60,7 +60,7 @@ def values_of(program, tests: list[list[tuple[str, bool]]], **limits) -> list:
 
 
 def output_of(program, stdin, **limits) -> str | None:
-    """What the program prints when it reads `stdin`, or None if it failed. `limits` are those of `run`."""
+    """What the program prints when it reads `stdin`, or None if it failed. `limits` go to `run`."""
     code, output = run({"program": program, "stdin": stdin}, **limits)
     return output if code == 0 else None
 
