@@ -25,6 +25,7 @@ per rank, _E per expert, _D per row dispatched to an expert, _B per bin, _U per 
 sequence's queries.
 """
 
+import argparse
 import gc
 import math
 import sys
@@ -37,16 +38,26 @@ import torch.distributed as dist
 from torch import Tensor
 
 import megatron_bridge as bridge
-from config import AlgoConfig, Config, EvalConfig, RewardConfig, RolloutConfig, ScheduleConfig, UserError
+from config import (
+    AlgoConfig,
+    Config,
+    EvalConfig,
+    RewardConfig,
+    RolloutConfig,
+    ScheduleConfig,
+    TrainingError,
+    UserError,
+)
 from grpo.parts.base.ranks import device, to_device
 from grpo.parts.base.read_config import override
 from grpo.parts.data.prompts import Prompt, prompt_batch, sampling_seed
 from grpo.parts.model import checkpoint, fp16, optimizer_state, routes
 from grpo.parts.model.head import token_logprobs
 from grpo.parts.model.offload import offload_state
-from grpo.run import guard, launch, logs
+from grpo.run import evaluation, guard, launch, logs
 from grpo.run.clock import Clock, StopRequested
-from grpo.run.preflight import rehearsal
+from grpo.run.inputs import with_steps
+from grpo.run.preflight import machines, rehearsal
 from grpo.step import gdpo, grading, metrics, schedule, teacher, turns
 from grpo.step.packing import measure_rows, sequence_mean, sequence_sum, to_micro_batches
 from grpo.step.records import Batch, Collected, MicroBatch, Sample, gather_samples, to_replay
@@ -855,13 +866,39 @@ def rehearse(cfg: Config) -> None:
     """Call advantages and loss before anything is built, so that an unknown name in `algo` or a fork's slip shows
     at once. Raises UserError.
     """
+    cfg = with_steps(cfg, prompts=cfg.rollout.prompts_per_step)  # of train.epochs; the data are not read yet
     for step in (1, cfg.train.steps):  # the ends of schedules
         rehearsal.run(config_at(cfg, step), flatten, add_advantages, loss_weights, grpo_loss)
 
 
+def start(args: argparse.Namespace):
+    """Check, rehearse, read, join the ranks, train. Raises UserError, TrainingError."""
+    cfg = launch.check(args)
+    rehearse(cfg)
+    if args.dry_run:
+        launch.dry_run(cfg, args)
+        return
+    machines.check_start(cfg)
+    cfg, inputs = launch.prepare(cfg, args.world_size, weights=True)
+    with launch.joined(cfg) as clock, launch.output_dir(cfg, inputs) as inputs:
+        if inputs.done < cfg.train.steps:  # else there is nothing to do
+            train(cfg, inputs, clock)
+
+
 def main(argv: list[str]) -> int:
     """Run the command. Returns the exit code: 0 done, 2 a mistake the user can mend, 1 a failure during training."""
-    return launch.command(argv, __doc__, rehearse, train, evaluate, Engine)
+    args = launch.parse_args(argv, __doc__)
+    try:
+        if args.export:
+            evaluation.export(args)
+        elif args.evaluate:
+            with evaluation.started(args, Engine) as sampler:
+                evaluation.report(sampler.cfg, *evaluate(sampler))
+        else:
+            start(args)
+    except (UserError, TrainingError) as error:
+        return launch.exit_code(error)
+    return 0
 
 
 if __name__ == "__main__":

@@ -126,7 +126,7 @@ def test_the_demo_trains_on_a_bare_debian():
 FAILS = """
 import os, signal, sys
 import torch
-from grpo.run import launch
+import train_grpo
 
 def train(cfg, inputs, clock):
     for step in range(100):
@@ -136,7 +136,8 @@ def train(cfg, inputs, clock):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
         torch.distributed.all_reduce(torch.zeros(1))
 
-sys.exit(launch.command(sys.argv[1:], "", lambda cfg: None, train, None, None))
+train_grpo.train = train
+sys.exit(train_grpo.main(sys.argv[1:]))
 """
 
 

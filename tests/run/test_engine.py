@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from config import EvalConfig
-from grpo.run import evaluation, launch
+from grpo.run import evaluation
 from grpo.step import metrics as step_metrics
 from oracle.repeat import repeat
 from oracle.run import read_run
 from tests.conftest import EXACT, REPO, read_rows, tiny_model
 from tests.oracle import layouts
-from train_grpo import Sample
+from train_grpo import Sample, main
 
 TABLE = (REPO / "docs/metrics.md").read_text().partition("With `data.eval`")[0]
 METRICS = {name for row in re.findall(r"^\| (`.*?) \|", TABLE, re.MULTILINE) for name in re.findall(r"`(\S+)`", row)}
@@ -238,10 +238,10 @@ def test_both_parses_of_an_evaluation_by_hand():
 
 def test_without_data_to_evaluate_it_names_the_key(capfd):
     config = str(REPO / "configs/tiny.yaml")
-    assert launch.command(["--config", config, "--evaluate"], "", None, None, None, None) == 2
+    assert main(["--config", config, "--evaluate"]) == 2
     assert "--evaluate: data.eval is not set" in capfd.readouterr().err
     with pytest.raises(SystemExit):
-        launch.command(["--config", config, "--evaluate", "--dry-run"], "", None, None, None, None)
+        main(["--config", config, "--evaluate", "--dry-run"])
 
 
 @pytest.mark.slow

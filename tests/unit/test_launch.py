@@ -26,13 +26,17 @@ CONFIG = str(REPO / "configs/tiny.yaml")
 
 @pytest.fixture
 def command(tiny, monkeypatch, capfd):
-    """command("section.key=value", ..., rehearse=...) → (exit code, what it printed); nothing is trained."""
+    """command("section.key=value", ..., rehearse=...) → (exit code, what it printed); nothing is trained.
+
+    `rehearse` gets the configuration of each step that is rehearsed.
+    """
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
 
     def run(*options: str, rehearse=lambda cfg: None) -> tuple[int, str]:
+        monkeypatch.setattr(train_grpo.rehearsal, "run", lambda cfg, *functions: rehearse(cfg))
         data = [f"model.path={tiny / 'model'}", f"data.train={tiny / 'train.jsonl'}", "reward.default=exact"]
-        code = launch.command(["--config", CONFIG, *options, *data], "", rehearse, None, None, None)
+        code = train_grpo.main(["--config", CONFIG, *options, *data])
         shown = capfd.readouterr()
         return code, shown.out + shown.err
 
@@ -173,7 +177,7 @@ def test_epochs_stand_for_steps(command, options, plan):
     rehearsed = []
     code, text = command("--dry-run", *options, rehearse=rehearsed.append)
     assert code == (2 if "say how long" in plan else 0) and plan in text
-    assert all(cfg.train.steps for cfg in rehearsed)
+    assert len(rehearsed) == (0 if code else 2) and all(cfg.train.steps for cfg in rehearsed)
 
 
 def test_a_mistake_ends_with_2_and_a_failure_with_1(command, monkeypatch):
