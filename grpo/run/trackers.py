@@ -1,88 +1,119 @@
-"""Answers on the screen, and the trackers: TensorBoard and Weights & Biases, each enabled by one key of `log`."""
+"""Answers on the screen, and the trackers: TensorBoard and Weights & Biases, each enabled by one key of `log`.
+
+Both libraries write from a thread or process of their own, so a step does not wait for a disk or a network.
+"""
 
 import atexit
 import json
 import math
 import os
 import textwrap
-import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import psutil
 
 from config import Config
 from grpo.parts.base.ranks import say
 from grpo.step.records import Sample
 
-TABLE_EVERY = 20  # steps between tables of answers, where log.samples_every does not say
+TABLE_EVERY = 20  # steps between tables of answers if log.samples_every is not set
+TABLE_ROWS = 8  # answers in a table
+COLUMNS = ["reward", "parts", "advantage", "prompt", "answer"]
+FLUSH_S = 10  # until TensorBoard sees a step
+FINISH_S = 60.0  # for W&B to send the rest once the run has ended
 SCREEN_ROWS = 3  # answers on the screen
 SCREEN_CHARS = 60  # characters of a text on the screen
-TABLE_ROWS = 8  # answers in a table
-FLUSH_S = 10  # until TensorBoard sees a step
-COLUMNS = ["reward", "parts", "advantage", "prompt", "answer"]
-FINISH_S = 60.0  # to send the rest once the run has ended
+
+# ---------------------------------------------------------------- the trackers
 
 
-def choose_samples(samples: list[Sample], count: int) -> list[Sample]:
-    """Up to `count` samples at evenly spaced ranks of the reward, the lowest and the highest among them."""
-    ordered = sorted(samples, key=lambda sample: sample.reward)
-    return [ordered[i] for i in np.linspace(0, len(ordered) - 1, min(count, len(ordered))).round().astype(int)]
+class Trackers:
+    """The trackers that `log` enables, on rank 0, after step `done`. One that fails is dropped with a warning."""
 
+    def __init__(self, cfg: Config, done: int, decode: Callable):
+        self.table_every = cfg.log.samples_every or TABLE_EVERY
+        self.decode = decode
+        self.opened = {}  # name → (write, close)
+        for name, open_tracker in OPEN.items():
+            calls = self._try(name, open_tracker, cfg, done) if getattr(cfg.log, name) else None
+            if calls:
+                self.opened[name] = calls
+        atexit.register(self.close)  # however the run ends
 
-def shorten(text: str) -> str:
-    """The text on one line, without the middle of a long one; control characters are escaped."""
-    half = SCREEN_CHARS // 2
-    return repr(text if len(text) <= SCREEN_CHARS else f"{text[:half]} … {text[-half:]}")
+    def add(self, metrics: dict, samples: list[Sample] | None):
+        """Give each tracker the metrics of a step and its samples; None for the evaluation before the first step."""
+        if not self.opened:
+            return
+        step = metrics["step"]
+        numbers = {}
+        for name, value in metrics.items():
+            if name != "step" and value is not None and math.isfinite(value):
+                numbers[name] = float(value)
 
+        histograms, table = {}, []
+        if samples:
+            histograms["reward/histogram"] = np.array([s.reward for s in samples])
+            histograms["tokens/response_histogram"] = np.array([sum(s.turns[::2]) for s in samples])
+        if samples and step % self.table_every == 0:
+            for s in choose_samples(samples, TABLE_ROWS):
+                table.append([s.reward, json.dumps(s.reward_parts), s.advantage, self.decode(s.prompt_ids), s.text])
 
-def format_answers(samples: list[Sample], decode: Callable) -> str:
-    """A few answers for the screen, a line each, with rewards and advantage; decode(token ids) gives a prompt."""
-    lines = []
-    for sample in choose_samples(samples, SCREEN_ROWS):
-        line = f"  reward {sample.reward:.3f}"
-        if len(sample.reward_parts) > 1:
-            parts = ", ".join(f"{name} {value:.3g}" for name, value in sample.reward_parts.items())
-            line += f" ({parts})"
-        line += f"  advantage {sample.advantage:+.2f}  {shorten(decode(sample.prompt_ids))} → {shorten(sample.text)}"
-        notes = [] if sample.graded == "ok" else [sample.graded]
-        if not sample.finished:
-            notes.append("cut off")
-        if notes:
-            line += f"  ({', '.join(notes)})"
-        lines.append(line)
-    return "\n".join(lines)
+        for name, (write, _) in list(self.opened.items()):
+            self._try(name, write, step, numbers, histograms, table)
 
+    def close(self):
+        """Let each tracker write or send what is left."""
+        for name, (_, close) in list(self.opened.items()):
+            self._try(name, close)
 
-# ---------------------------------------------------------------- the two libraries, which write from their own threads
+    def _try(self, name: str, call: Callable, *arguments):
+        """Call a function of a tracker's library. After a failure the tracker is not used any more."""
+        try:
+            return call(*arguments)
+        except Exception as error:  # a library's own, of any class
+            self.opened.pop(name, None)
+            say(
+                f"warning: log.{name}: {brief(error)}; the run goes on without it. "
+                "metrics.jsonl and rollouts/ have everything"
+            )
 
 
 def open_tensorboard(cfg: Config, done: int) -> tuple[Callable, Callable]:
     """(write, close) of an event file in output_dir/tensorboard, which takes back the steps after `done`."""
     from torch.utils.tensorboard import SummaryWriter
 
-    writer = SummaryWriter(f"{cfg.output_dir}/tensorboard", purge_step=done + 1 if done else 0, flush_secs=FLUSH_S)
+    purge = done + 1 if done else 0
+    writer = SummaryWriter(f"{cfg.output_dir}/tensorboard", purge_step=purge, flush_secs=FLUSH_S)
 
-    def write(step: int, numbers: dict[str, float], histograms: dict[str, np.ndarray], table: list[list]) -> None:
+    def write(step: int, numbers: dict[str, float], histograms: dict[str, np.ndarray], table: list[list]):
         for name, value in numbers.items():
             writer.add_scalar(name, value, step)
         for name, values in histograms.items():
             writer.add_histogram(name, values, step)
-        if table:  # indented, which is code in Markdown: an answer must not be rendered
-            rows = ["\n".join(f"{name}: {cell}" for name, cell in zip(COLUMNS, row, strict=True)) for row in table]
-            writer.add_text("answers", textwrap.indent("\n\n".join(rows), "    ", lambda line: True), step)
+        if table:
+            answers = []
+            for row in table:
+                cells = zip(COLUMNS, row, strict=True)
+                answers.append("\n".join(f"{name}: {cell}" for name, cell in cells))
+            # Indented text is code in Markdown: an answer must not be rendered.
+            writer.add_text("answers", textwrap.indent("\n\n".join(answers), "    ", lambda line: True), step)
 
     return write, writer.close
 
 
 def open_wandb(cfg: Config, done: int) -> tuple[Callable, Callable]:
-    """(write, close) of a run of W&B with its files in output_dir/wandb; offline where its server cannot be reached."""
+    """(write, close) of a W&B run with its files in output_dir/wandb. It is offline if the server does not answer."""
     import wandb
 
     out = Path(cfg.output_dir)
-    settings = wandb.Settings(console="off", silent=True, init_timeout=float(os.environ.get("WANDB_INIT_TIMEOUT", 30)))
+    settings = wandb.Settings(
+        console="off",
+        silent=True,
+        init_timeout=float(os.environ.get("WANDB_INIT_TIMEOUT", 30)),
+        finish_timeout=FINISH_S,
+        finish_timeout_raises=True,
+    )
     project = os.environ.get("WANDB_PROJECT", "train_grpo")
     options = {"dir": out, "project": project, "name": out.name, "config": cfg.model_dump(), "settings": settings}
     try:
@@ -93,10 +124,13 @@ def open_wandb(cfg: Config, done: int) -> tuple[Callable, Callable]:
             f"`wandb sync {out}/wandb/offline-run-*`"
         )
         run = wandb.init(**options, mode="offline")
-    say(f"log.wandb: {Path(run.dir).parent if run.offline else run.url}")
+    where = Path(run.dir).parent if run.offline else run.url
+    say(f"log.wandb: {where}")
 
-    def write(step: int, numbers: dict[str, float], histograms: dict[str, np.ndarray], table: list[list]) -> None:
-        values = numbers | {name: wandb.Histogram(values) for name, values in histograms.items()}
+    def write(step: int, numbers: dict[str, float], histograms: dict[str, np.ndarray], table: list[list]):
+        values = dict(numbers)
+        for name, array in histograms.items():
+            values[name] = wandb.Histogram(array)
         if table:
             values["answers"] = wandb.Table(COLUMNS, table)
         run.log(values, step=step)
@@ -111,57 +145,36 @@ def brief(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
-class Trackers:
-    """The trackers that `log` enables, on rank 0, after step `done`; one that fails costs a warning and is dropped."""
+# ---------------------------------------------------------------- answers
 
-    def __init__(self, cfg: Config, done: int, decode: Callable):
-        self.table_every = cfg.log.samples_every or TABLE_EVERY
-        self.decode = decode
-        self.used = [name for name in OPEN if getattr(cfg.log, name)]
-        self.calls: dict[str, tuple[Callable, Callable]] = {}  # name → (write, close)
-        for name in [*self.used]:
-            self.calls[name] = self._try(name, OPEN[name], cfg, done)
-        atexit.register(self.close)  # however the run ends; before the libraries' own, which would end their runs
 
-    def add(self, metrics: dict, samples: list[Sample] | None) -> None:
-        """Give each tracker the metrics of a step and its samples; no samples: the evaluation before the first step."""
-        if not self.used:
-            return
-        step = metrics["step"]
-        numbers = {name: float(value) for name, value in metrics.items() if name != "step" and value is not None}
-        numbers = {name: value for name, value in numbers.items() if math.isfinite(value)}
-        histograms, table = {}, []
-        if samples:
-            histograms["reward/histogram"] = np.array([s.reward for s in samples])
-            histograms["tokens/response_histogram"] = np.array([sum(s.turns[::2]) for s in samples])
-        if samples and step % self.table_every == 0:
-            for s in choose_samples(samples, TABLE_ROWS):
-                table.append([s.reward, json.dumps(s.reward_parts), s.advantage, self.decode(s.prompt_ids), s.text])
-        for name in [*self.used]:
-            self._try(name, self.calls[name][0], step, numbers, histograms, table)
+def choose_samples(samples: list[Sample], count: int) -> list[Sample]:
+    """Up to `count` samples at evenly spaced ranks of the reward, the lowest and the highest among them."""
+    ordered = sorted(samples, key=lambda sample: sample.reward)
+    places = np.linspace(0, len(ordered) - 1, min(count, len(ordered))).round()
+    return [ordered[int(place)] for place in places]
 
-    def close(self) -> None:
-        """Let each tracker send what is left, for FINISH_S at most."""
-        for name in [*self.used]:
-            thread = threading.Thread(target=self._try, args=(name, self.calls[name][1]), daemon=True)
-            thread.start()
-            thread.join(FINISH_S)
-            if thread.is_alive():
-                self._drop(name, f"it did not take all within {FINISH_S:.0f} s")
 
-    def _try(self, name: str, call: Callable, *arguments) -> Any:
-        """Call a function of a tracker's library; a failure ends the use of this tracker."""
-        try:
-            return call(*arguments)
-        except Exception as error:  # a library's own, of any class
-            self._drop(name, brief(error))
+def format_answers(samples: list[Sample], decode: Callable) -> str:
+    """A few answers for the screen, a line each, with rewards and advantage; decode(token ids) gives a prompt."""
+    lines = []
+    for sample in choose_samples(samples, SCREEN_ROWS):
+        line = f"  reward {sample.reward:.3f}"
+        if len(sample.reward_parts) > 1:
+            parts = ", ".join(f"{name} {value:.3g}" for name, value in sample.reward_parts.items())
+            line += f" ({parts})"
+        line += f"  advantage {sample.advantage:+.2f}  {shorten(decode(sample.prompt_ids))} → {shorten(sample.text)}"
+        if sample.graded != "ok":
+            line += f"  ({sample.graded})"
+        if not sample.finished:
+            line += "  (cut off)"
+        lines.append(line)
+    return "\n".join(lines)
 
-    def _drop(self, name: str, why: str) -> None:
-        if name not in self.used:  # its library was ended below
-            return
-        self.used.remove(name)
-        say(f"warning: log.{name}: {why}; the run goes on without it. metrics.jsonl and rollouts/ have all")
-        if name == "wandb":  # at exit the library would wait for its process
-            for child in psutil.Process().children():
-                if child.name() == "wandb-core":
-                    child.kill()
+
+def shorten(text: str) -> str:
+    """The text on one line, without the middle of a long one; control characters are escaped."""
+    if len(text) > SCREEN_CHARS:
+        half = SCREEN_CHARS // 2
+        text = f"{text[:half]} … {text[-half:]}"
+    return repr(text)
