@@ -5,31 +5,43 @@ from collections import Counter
 from collections.abc import Iterator
 from statistics import fmean, median, variance
 
-from config import Config
-
-STILL = 10  # rewards stand still if the mean of so many steps is not above that of as many before, but for chance
+STILL = 10  # steps whose mean reward is compared with that of as many before
 
 
 class Advice:
-    """The rules of a run, asked after every step, and what they compare it with."""
+    """The rules of a run, checked after every step, and what they compare a step with."""
 
-    def __init__(self, cfg: Config):
+    def __init__(self, cfg):
         self.cfg = cfg
-        self.rewards: list[float] = []  # reward/mean of each step, the present one included
-        self.spreads: list[float] = []  # reward/std of each
-        self.steps: Counter = Counter()  # {source: steps with a sample of it}
-        self.best: dict[str, float] = {}  # {source: its highest reward}
-        self.worst: dict[str, float] = {}  # {source: its lowest mean reward of a step}
+        self.rewards = []  # reward/mean of each step, with the present one
+        self.spreads = []  # reward/std of each
+        self.steps = Counter()  # source → steps with a sample of it
+        self.best = {}  # source → its highest reward
+        self.worst = {}  # source → its lowest mean reward of a step
         self.has_signal = False  # whether a step had an advantage other than 0
         self.has_ended = False  # whether an answer ended by itself
-        self.streaks: dict[str, int] = {}  # {rule that holds: for how many steps in a row}
+        self.streaks = {}  # rule that holds → for how many steps in a row
         self.idle_steps = 0  # in a row, in which nothing could be learnt although the run is not at its best
 
-    def add(self, step: dict) -> dict[str, str]:
+    def add(self, step) -> dict[str, str]:
         """{rule: what is wrong, what to turn} after a step with these metrics.
 
-        Where the run has to end, every rule that holds is among them, for however few steps it does.
+        If the run has to end, it has every rule that holds, whatever its number of steps.
         """
+        self.note(step)
+        self.idle_steps = self.idle_steps + 1 if is_idle(step, self) else 0
+        holding = dict(problems(step, self))
+        self.streaks = {rule: self.streaks.get(rule, 0) + 1 for rule in holding}
+
+        found = {}
+        for rule, text in holding.items():
+            steps, turn = RULES[rule]
+            if self.streaks[rule] >= steps or self.has_to_end():
+                found[rule] = f"{text}: try {', '.join(turn[:-1])} or {turn[-1]}"
+        return found
+
+    def note(self, step):
+        """Add a step to what the next ones are compared with."""
         self.rewards.append(step["reward/mean"])
         self.spreads.append(step["reward/std"])
         for source in sources(step):
@@ -38,20 +50,10 @@ class Advice:
             self.worst[source] = min(self.worst.get(source, math.inf), step[f"reward/{source}/mean"])
         self.has_signal |= step["advantage/nonzero_frac"] > 0
         self.has_ended |= step["tokens/truncated_frac"] < 1
-        self.idle_steps = self.idle_steps + 1 if is_idle(step, self) else 0
-        holding = dict(problems(step, self))
-        self.streaks = {rule: self.streaks.get(rule, 0) + 1 for rule in holding}
-        found = {}
-        for rule, text in holding.items():
-            steps, turn = RULES[rule]
-            if self.streaks[rule] >= steps or self.has_to_end():
-                found[rule] = f"{text}: try {', '.join(turn[:-1])} or {turn[-1]}"
-        return found
 
     def has_to_end(self) -> bool:
         """Whether the run has learnt nothing for train.patience steps in a row."""
-        patience = self.cfg.train.patience
-        return patience > 0 and self.idle_steps >= patience
+        return 0 < self.cfg.train.patience <= self.idle_steps
 
     def has_converged(self) -> bool:
         """Whether the run has learnt, and the step's rewards are in the upper fifth of what its steps have reached."""
@@ -67,56 +69,104 @@ class Advice:
         return fmean(now) <= fmean(before) + 2 * error
 
 
-def sources(step: dict) -> list[str]:
+def sources(step) -> list[str]:
+    """The sources of a step's samples."""
     names = [name for name in step if name.startswith("reward/") and name.endswith("/max")]
     return [name.removeprefix("reward/").removesuffix("/max") for name in names]
 
 
 def is_same(a: float, b: float) -> bool:
-    """Whether a mean of rewards equals a reward, but for rounding."""
+    """Whether a mean of rewards equals a reward within rounding."""
     return math.isclose(a, b, rel_tol=1e-6, abs_tol=1e-9)
 
 
-def number(step: dict, name: str) -> float:
-    """A metric; NaN, of which every comparison is False, where it is off or missing."""
+def number(step, name) -> float:
+    """A metric, or NaN if it is off or missing. Every comparison with NaN is False."""
     value = step.get(name)
     return math.nan if value is None else value
 
 
-def is_idle(step: dict, run: Advice) -> bool:
-    """Whether the step changed no weight, or only as a KL does that began at its minimum, and the run is not done.
+# ---------------------------------------------------------------- a step that learns nothing
 
-    A learning rate of 0 that the user has set asks for this.
-    """
-    here = sources(step)
-    # Every answer has the best reward of its source: one reached by learning, or one that passes.
-    at_best = all(is_same(step[f"reward/{source}/mean"], run.best[source]) for source in here)
-    at_best = at_best and (run.has_signal or all(run.best[source] >= run.cfg.eval.pass_reward for source in here))
-    if run.cfg.train.lr == 0 or at_best or run.has_converged():
+
+def is_idle(step, run) -> bool:
+    """Whether the step learns nothing and the run is not done: no weight changes, or only a KL acts at its minimum."""
+    # A learning rate of 0 that the user has set asks for this.
+    if run.cfg.train.lr == 0 or is_at_best(step, run) or run.has_converged():
         return False
+    if step["lr"] == 0:
+        return True
+    if step["update/applied"] == 0 and not step.get("update/overflow"):  # fp16: a lower loss scale comes next
+        return True
     entropy_coef = step.get("schedule/entropy_coef", run.cfg.algo.entropy_coef)
-    only_kl = run.cfg.algo.kl_coef > 0 and entropy_coef == 0 and not run.has_signal
-    no_update = step["update/applied"] == 0 and not step.get("update/overflow")  # fp16: a lower loss scale comes next
-    return step["lr"] == 0 or no_update or only_kl
+    return run.cfg.algo.kl_coef > 0 and entropy_coef == 0 and not run.has_signal
 
 
-def problems(step: dict, run: Advice) -> Iterator[tuple[str, str]]:
+def is_at_best(step, run) -> bool:
+    """Whether every answer has the best reward of its source, reached by learning or one that passes."""
+    for source in sources(step):
+        best = run.best[source]
+        if not is_same(step[f"reward/{source}/mean"], best):
+            return False
+        if not run.has_signal and best < run.cfg.eval.pass_reward:
+            return False
+    return True
+
+
+def why_idle(step, patience: int) -> str:
+    """Why a step has learnt nothing, and what follows."""
+    why = "no answer is better than others to its prompt, and nothing else is trained"
+    if step["lr"] == 0:
+        why = "the learning rate is 0"
+    elif step["advantage/nonzero_frac"] > 0:
+        why = "its gradient is 0 or not finite, although answers differ in their rewards"
+    end = "the run goes on, since train.patience=0"
+    if patience:
+        end = f"after {patience} such steps in a row (train.patience) the run saves and ends"
+    return f"no update learns: {why}; {end}"
+
+
+# ---------------------------------------------------------------- the rules
+
+
+def problems(step, run) -> Iterator[tuple[str, str]]:
     """(rule, what is wrong) of each rule that holds for a step."""
-    algo = run.cfg.algo
-    # Of all answers of a source: the wrong column, the wrong reward, or far too hard.
-    seen = [source for source, count in run.steps.items() if count >= 5]
-    same = {source: run.best[source] for source in seen if is_same(run.best[source], run.worst[source])}
-    if same and algo.advantage != "none":
+    if run.cfg.algo.advantage != "none":
+        yield from problems_of_rewards(step, run)
+    if step["groups/zero_std_frac"] >= 1 and step["reward/std"] >= 1e-9 and step["advantage/nonzero_frac"] <= 0:
+        yield "no_mixed_group", "no group has answers of unequal rewards, so no reward has an effect"
+    yield from problems_of_answers(step, run)
+    yield from problems_of_updates(step, run)
+
+    # A few long answers keep all others waiting.
+    ratio = step["tokens/response_max"] / max(step["tokens/response_mean"], 1.0)
+    if ratio >= 6 and number(step, "time/rollout") >= 0.5 * number(step, "time/step"):
+        longest = f"the longest answer has {ratio:.0f} times the mean length"
+        yield "long_tail", f"{longest}, and sampling takes half of a step or more"
+    bubble = number(step, "pipeline/bubble")
+    if bubble >= 0.2:
+        yield "idle_stages", f"pipeline stages idle {bubble:.0%} of an update"
+
+
+def problems_of_rewards(step, run):
+    # All answers of a source have one reward: the wrong column, the wrong reward, or far too hard.
+    same = {}
+    for source, steps in run.steps.items():
+        if steps >= 5 and is_same(run.best[source], run.worst[source]):
+            same[source] = run.best[source]
+    if same:
         values = " and ".join(f"{reward:g} in the source {source}" for source, reward in same.items())
         guess = ", as if no answer ever matched" if 0 in same.values() else ""
         yield "one_reward", f"every reward was the same so far: {values}{guess}"
+
     # Answers of different rewards, in most steps, have become answers of one reward that is not the best.
     differed = run.has_signal and median(run.spreads[-100:-5] or [0.0]) > 1e-9
-    if differed and step["reward/std"] <= 1e-9 and not run.has_converged() and algo.advantage != "none":
+    if differed and step["reward/std"] <= 1e-9 and not run.has_converged():
         before = max(run.best.values())
         yield "collapsed_rewards", f"every reward is {step['reward/mean']:g} now, and was up to {before:g} before"
-    if step["groups/zero_std_frac"] >= 1 and step["reward/std"] >= 1e-9 and step["advantage/nonzero_frac"] <= 0:
-        yield "no_mixed_group", "no group has answers of unequal rewards, so no reward has an effect"
+
+
+def problems_of_answers(step, run):
     if not run.has_ended:
         yield "no_end_token", "no answer ended by itself so far: no end token was sampled, nor a rollout.stop"
     if step["tokens/response_max"] <= 1 and step["tokens/truncated_frac"] <= 0:
@@ -125,37 +175,23 @@ def problems(step: dict, run: Advice) -> Iterator[tuple[str, str]]:
     share = number(step, "entropy_frac")
     if share > 0.98 and run.stands_still():
         yield "noise", f"the entropy is {share:.0%} of its maximum and rewards stand still: answers are noise"
+
+
+def problems_of_updates(step, run):
     # Updates too small for the weights' precision.
     if number(step, "sync/changed") == 0 and step["update/applied"] != 0 and step["lr"] != 0:
         yield "unchanged_push", f"updates of learning rate {step['lr']:g} have changed no weight that vLLM samples with"
+
+    algo = run.cfg.algo
     if number(step, "mismatch/cut_frac") == 1 and algo.correction in ("icepop", "seq_mask"):
         yield "all_masked", f"algo.correction={algo.correction} masks every token: all weights are outside its bounds"
     if run.idle_steps > 0:
         yield "nothing_learnt", why_idle(step, run.cfg.train.patience)
+
     # GSPO's bounds are for the mean of an answer, so narrow that they bind at many tokens: arXiv 2507.18071, 5.2.
     share = number(step, "ratio/clip_frac")
     if share >= 0.2 and algo.loss != "gspo":
         yield "clipped_ratios", f"the clip binds at {share:.0%} of the tokens"
-    # A few long answers keep all others waiting.
-    ratio = step["tokens/response_max"] / max(step["tokens/response_mean"], 1.0)
-    if ratio >= 6 and number(step, "time/rollout") >= 0.5 * number(step, "time/step"):
-        longest = f"the longest answer has {ratio:.0f} times the mean length"
-        yield "long_tail", f"{longest}, and sampling takes half of a step or more"
-    if number(step, "pipeline/bubble") >= 0.2:
-        yield "idle_stages", f"pipeline stages idle {step['pipeline/bubble']:.0%} of an update"
-
-
-def why_idle(step: dict, patience: int) -> str:
-    """Why a step has learnt nothing, and what follows."""
-    end = f"after {patience} such steps in a row (train.patience) the run saves and ends"
-    if patience == 0:
-        end = "the run goes on, since train.patience=0"
-    why = "no answer is better than others to its prompt, and nothing else is trained"
-    if step["lr"] == 0:
-        why = "the learning rate is 0"
-    elif step["advantage/nonzero_frac"] > 0:
-        why = "its gradient is 0 or not finite, although answers differ in their rewards"
-    return f"no update learns: {why}; {end}"
 
 
 LOWER = "a lower train.lr, from an earlier checkpoint"

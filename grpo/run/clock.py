@@ -5,7 +5,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
 
 import torch
 
@@ -14,11 +13,78 @@ from grpo.parts.base.memory import Meter
 from grpo.run.profiler import Profiler
 from grpo.run.watchdog import Watchdog
 
+
+class StopRequested(Exception):
+    """A signal or train.patience asks the run to save and stop; raised on every rank, so that all give up the step."""
+
+
+class Clock:
+    """Every rank makes one after init_process_group, on its main thread: `with clock("train"): ...`.
+
+    `seconds` is {phase: wall seconds} of the step so far, `memory` the memory of its phases. A `profiler` shows the
+    phases. The watchdog ends a run in which no rank finishes a phase for `stall_timeout_s`; 0 turns it off.
+    """
+
+    def __init__(self, stall_timeout_s: float, profiler: Profiler | None = None):
+        self.watchdog = Watchdog(stall_timeout_s)
+        self.signals = StopSignals()
+        self.memory = Meter()
+        self.profiler = profiler
+        self.seconds: dict[str, float] = {}
+        self.step_start = 0.0
+        self.stop_requested = False  # by this rank, for a reason other than a signal
+
+    @property
+    def phase(self) -> str:
+        """The phase of the main thread. After an exception in a timed block it is still that block's phase."""
+        return self.watchdog.at[0]
+
+    def start_step(self, step):
+        self.seconds = {}
+        self.memory.start_step()
+        if self.profiler:
+            self.profiler.start_step(step)
+        self.step_start = time.perf_counter()
+
+    @contextlib.contextmanager
+    def __call__(self, phase):
+        """Add the seconds of the block to `seconds[phase]`, with its work on the GPU, and note its memory."""
+        self.watchdog.enter(phase)
+        self.memory.enter(phase)
+        start = time.perf_counter()
+        is_recorded = self.profiler and self.profiler.torch
+        with torch.profiler.record_function(phase) if is_recorded else contextlib.nullcontext():
+            yield
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
+        self.memory.leave(phase)
+        self.watchdog.enter("step")
+
+    def check_stop(self):
+        """Raise StopRequested on every rank if one was asked to stop. Early ranks wait here, in "wait"."""
+        with self("wait"):
+            stop = ranks.on_any_rank(self.stop_requested or self.signals.requested is not None)
+        if stop:
+            raise StopRequested
+
+    def end_step(self) -> dict[str, float]:
+        """{phase: seconds} of the step that ends here, of "other" (between phases), and of "step", their sum."""
+        step = time.perf_counter() - self.step_start
+        return self.seconds | {"other": step - sum(self.seconds.values()), "step": step}
+
+    def stop(self):
+        """Stop the watchdog: the rest may take any time, and a signal does not save the run any more."""
+        self.signals.ended = True
+        self.watchdog.stop()
+
+
 SAME_REQUEST_S = 2.0  # a scheduler may signal every process while torchrun passes the same signal on
 
 
 class StopSignals:
-    """Turns SIGTERM and SIGINT into `requested`, the first one's name, on this rank; make it on the main thread.
+    """Notes SIGTERM and SIGINT: `requested` is the name of the first one on this rank. Make it on the main thread.
 
     How torchrun passes signals on: docs/dev/field-notes.md.
     """
@@ -34,12 +100,13 @@ class StopSignals:
             signal.signal(number, lambda *_: None)
         threading.Thread(target=self._listen, args=(read,), daemon=True).start()
 
-    def _listen(self, pipe: int) -> None:
+    def _listen(self, pipe: int):
         first, since = None, 0.0
         while True:
             number = os.read(pipe, 1)[0]
             if number not in (signal.SIGINT, signal.SIGTERM):
                 continue
+
             if first is None:
                 first, since = number, time.monotonic()
                 self.requested = signal.Signals(number).name
@@ -47,68 +114,3 @@ class StopSignals:
                     ranks.say(f"{self.requested}: finishing this phase, then saving; a second Ctrl-C stops at once")
             elif signal.SIGINT in (first, number) and time.monotonic() - since >= SAME_REQUEST_S:
                 os._exit(130)
-
-
-class StopRequested(Exception):
-    """A signal or train.patience asks the run to save and stop; raised on every rank, so that all give up the step."""
-
-
-class Clock:
-    """Every rank makes one after init_process_group, on its main thread: `with clock("train"): ...`.
-
-    `seconds` is {phase: wall seconds} of the step so far, `memory` the memory of its phases; a `profiler` shows them.
-    The watchdog ends a run in which no rank finishes a phase for `stall_timeout_s` (0: never).
-    """
-
-    def __init__(self, stall_timeout_s: float, profiler: Profiler | None = None):
-        self.watchdog = Watchdog(stall_timeout_s)
-        self.signals = StopSignals()
-        self.memory = Meter()
-        self.profiler = profiler
-        self.seconds: dict[str, float] = {}
-        self.step_start = 0.0
-        self.stop_requested = False  # by this rank, for a reason other than a signal
-
-    @property
-    def phase(self) -> str:
-        """The phase of the main thread; after an exception in a timed block, still that block's phase."""
-        return self.watchdog.at[0]
-
-    def check_stop(self) -> None:
-        """Raises StopRequested on every rank if one was asked to stop. Early ranks wait here, in "wait"."""
-        with self("wait"):
-            stop = ranks.on_any_rank(self.stop_requested or self.signals.requested is not None)
-        if stop:
-            raise StopRequested
-
-    @contextlib.contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
-        """Add the seconds of the block to `seconds[phase]`, its work on the GPU included; note its memory."""
-        self.watchdog.enter(phase)
-        self.memory.enter(phase)
-        start = time.perf_counter()
-        recorded = self.profiler and self.profiler.torch
-        with torch.profiler.record_function(phase) if recorded else contextlib.nullcontext():
-            yield
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
-        self.memory.leave(phase)
-        self.watchdog.enter("step")
-
-    def start_step(self, step: int) -> None:
-        self.seconds = {}
-        self.memory.start_step()
-        if self.profiler:
-            self.profiler.start_step(step)
-        self.step_start = time.perf_counter()
-
-    def end_step(self) -> dict[str, float]:
-        """{phase: seconds} of the step that ends here, of "other" (between phases), and of "step", their sum."""
-        step = time.perf_counter() - self.step_start
-        return self.seconds | {"other": step - sum(self.seconds.values()), "step": step}
-
-    def stop(self) -> None:
-        """Stop the watchdog: the rest may take any time, and a signal does not save the run any more."""
-        self.signals.ended = True
-        self.watchdog.stop()

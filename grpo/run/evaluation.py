@@ -1,6 +1,5 @@
 """What the command does besides training: --evaluate takes data.eval once, --export writes a checkpoint's model."""
 
-import argparse
 import contextlib
 import gc
 import signal
@@ -48,7 +47,7 @@ class Sampler:
 
 
 @contextlib.contextmanager
-def started(args: argparse.Namespace, engine: type) -> Iterator[Sampler]:
+def started(args, engine: type) -> Iterator[Sampler]:
     """Check and read what an evaluation needs, join the ranks, and start an `engine` on the model or the checkpoint.
 
     Raises UserError, TrainingError.
@@ -82,7 +81,7 @@ def started(args: argparse.Namespace, engine: type) -> Iterator[Sampler]:
         grading.close()
 
 
-def read_config(args: argparse.Namespace) -> Config:
+def read_config(args) -> Config:
     """The configuration of an evaluation, checked, without what only training reads. Raises UserError."""
     cfg = load_config(args.config, [*args.overrides, "data.train=[]"])
     require(cfg.data.eval is not None, "--evaluate: data.eval is not set; name the data to evaluate on: data.eval=FILE")
@@ -94,7 +93,7 @@ def read_config(args: argparse.Namespace) -> Config:
     return cfg
 
 
-def report(cfg: Config, found: dict[str, float], samples: list[Sample]):
+def report(cfg, found: dict[str, float], samples: list[Sample]):
     """Write the answers of an evaluation to the output folder and print its metrics `found`, on rank 0."""
     if dist.get_rank() > 0:
         return
@@ -134,7 +133,7 @@ def accuracy(samples: list[Sample], pass_reward: float) -> tuple[float, float]:
 # ---------------------------------------------------------------- --export
 
 
-def export(args: argparse.Namespace):
+def export(args):
     """Write a checkpoint's model as a Hugging Face folder. Raises UserError, TrainingError."""
     cfg = read_export_config(args)
     prepare_process(cfg)
@@ -144,14 +143,14 @@ def export(args: argparse.Namespace):
         export_checkpoint(cfg, inputs.model_path)
 
 
-def read_export_config(args: argparse.Namespace) -> Config:
+def read_export_config(args) -> Config:
     """The configuration of an export; its layout need not be the checkpoint's. Raises UserError."""
     cfg = load_config(args.config, [*args.overrides, *NOT_EXPORTED])
     configuration.check_world_size(cfg, args.world_size)
     return cfg
 
 
-def export_checkpoint(cfg: Config, base: str) -> str:
+def export_checkpoint(cfg, base: str) -> str:
     """Write the model of the checkpoint `resume`, by default the newest, to output_dir/hf/step_N. Returns that folder.
 
     `base` is the folder of the initial model. Every rank calls this. Raises UserError, CheckpointError.

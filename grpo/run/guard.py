@@ -1,14 +1,14 @@
 """What a run watches while it trains: machine, weights and time. It knows nothing of the algorithm, which a fork edits.
 
-It ends the run on what rounding cannot be, and warns once of what may be meant: docs/dev/checks.md. `make check` asks,
-outside of the run, whether the code computes what its formulas say.
+It ends the run on what rounding cannot cause, and warns once of what may be meant: docs/dev/checks.md. `make check`
+verifies, outside of the run, that the code computes what its formulas say.
 """
 
 import contextlib
 import json
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -35,7 +35,7 @@ from rollout import Engine
 class Guard:
     """What the guard keeps since this start. All ranks make the same calls; where one raises, it does on every rank.
 
-    `weighted`: the batch with the weights of an update; `number`: of the update within its step.
+    `weighted` is the batch with the weights of an update, `number` the number of the update within its step, from 0.
     """
 
     cfg: Config
@@ -47,24 +47,25 @@ class Guard:
     forward: Callable[[list, list[MicroBatch], float], list]  # passes over micro-batches, without a gradient
     rounding: "Gap | None" = None  # of the model's log-probs, as last measured
     recent: deque = field(default_factory=partial(deque, maxlen=20))  # (sum of k3, tokens) of the last updates
-    told: bool = False  # whether the user was warned of a gap
+    warned: bool = False  # whether the user was warned of a gap
     skipped: int = 0  # updates in a row that were skipped because loss or gradient was NaN or infinite
 
     def __post_init__(self):
         self.initial = some_entries(bridge.trainable_weights(self.model))  # before a checkpoint is restored
 
-    def may_step(self, report: dict, weighted: Batch, cfg: Config, step: int, number: int) -> bool:
-        """Whether the optimizer may step: not where the loss is NaN or infinite.
+    def may_step(self, report, weighted, cfg, step, number) -> bool:
+        """Whether the optimizer may step: not if the loss is NaN or infinite.
 
-        RankError for a reference that moved; TrainingError where trainer and vLLM give the sampled tokens log-probs
-        that rounding does not explain, or with model.match_engine any that differ. They are compared in the updates
-        whose log-probs are of vLLM's weights.
+        Raises RankError if the reference has moved. Raises TrainingError if the log-probs of trainer and vLLM differ
+        by more than rounding explains or, with model.match_engine, at all. They are compared in the updates whose
+        log-probs are of vLLM's weights.
         """
-        numbers = int((~weighted.rollout_logp.isfinite()).sum())
-        told = f"step {step}: trainer and vLLM disagree: {numbers} log-probs of vLLM are no numbers"
-        require(numbers == 0, told, TrainingError)
+        invalid = int((~weighted.rollout_logp.isfinite()).sum())
+        if invalid:
+            raise TrainingError(f"step {step}: trainer and vLLM disagree: {invalid} log-probs of vLLM are no numbers")
         if not math.isfinite(report["loss"]):
             return False
+
         if self.reference is not None and number == 0:
             same = torch.equal(some_entries(self.reference), self.initial)
             require(same, "the reference is not the initial model: it was moved, or copied after a resume", RankError)
@@ -74,10 +75,10 @@ class Guard:
             check_gap(self, report, weighted, cfg, step)
         return True
 
-    def stepped(self, report: dict, weighted: Batch, micro_batches: list[MicroBatch]) -> None:
-        """Warn of an update without a gradient; of one that is NaN or infinite say where that began, and count it.
+    def stepped(self, report, weighted, micro_batches: list[MicroBatch]):
+        """Warn of an update without a gradient. If it is NaN or infinite, count the update and say where that began.
 
-        Only an overflow of the gradient in fp16 that a lower loss scale can end is not counted.
+        An overflow of the gradient in fp16 does not count if a lower loss scale can end it.
         """
         if report["grad_norm"] == 0 and dist.get_rank() == 0:
             why = "equal rewards in every group, no KL or entropy"
@@ -98,21 +99,27 @@ def some_entries(weights: list[Tensor]) -> Tensor:
 # ---------------------------------------------------------------- rewards that fail
 
 
-def check_rewards(samples: list[Sample], prompts: dict[int, Prompt], grading: GradingPool) -> None:
+def check_rewards(samples: list[Sample], prompts: dict[int, Prompt], grading: GradingPool):
     """Raise UserError, on every rank, if the reward failed for too many samples; else warn once a kind of error.
 
-    `prompts`: {group: prompt}; `grading` keeps the kinds that were shown.
+    `prompts` is {group: prompt}; `grading` keeps the kinds that were shown.
     """
     failed = [s for s in samples if s.graded == "error"]
-    messages = {}  # {kind of an error: of its first sample}
+    messages = {}  # kind of an error → the message of its first sample
     for s in failed:
-        what = "" if s.error.startswith(turns.FAILED) else f"the reward of source {s.source!r} failed: "
-        row = json.dumps(prompts[s.group].row, default=str)
         kind = s.error.partition(":")[0]
-        messages.setdefault(kind, f"{what}{s.error}\n  row: {row}\n  response: {s.text!r}")
+        if kind in messages:
+            continue
+        what = s.error
+        if not what.startswith(turns.FAILED):
+            what = f"the reward of source {s.source!r} failed: {what}"
+        row = json.dumps(prompts[s.group].row, default=str)
+        messages[kind] = f"{what}\n  row: {row}\n  response: {s.text!r}"
+
     if len(failed) > grading.max_error_frac * len(samples):
+        first = next(iter(messages.values()))
         raise UserError(
-            f"{next(iter(messages.values()))}\n  {len(failed)} of {len(samples)} samples failed, more than "
+            f"{first}\n  {len(failed)} of {len(samples)} samples failed, more than "
             f"reward.max_error_frac={grading.max_error_frac:g} allows; mend the function or the row, or choose "
             "another reward for the source (reward.by_source)"
         )
@@ -124,36 +131,40 @@ def check_rewards(samples: list[Sample], prompts: dict[int, Prompt], grading: Gr
 
 # ---------------------------------------------------------------- equal bits
 
+ON_PURPOSE = "in a fork that means it, use model.match_engine=false"
 
-def check_equal(guard: Guard, report: dict, batch: Batch, cfg: Config, step: int, number: int) -> None:
-    """TrainingError where a log-prob of the first update has other bits than vLLM's, or an old log-prob of any update.
+
+def check_equal(guard, report, batch, cfg, step, number):
+    """Raise TrainingError if a log-prob of the first update, or an old one of any update, has other bits than vLLM's.
 
     It names the answer, the token, and the operation of the forward pass that differs first.
     """
-    if report["old_gap_max"] != 0:  # also for NaN
+    if report["old_gap_max"] != 0:  # also if it is NaN
         what = f"update {number + 1}: old log-probs are not those that vLLM sampled with"
-        meant = "; in a fork that means it, use model.match_engine=false"
-        raise TrainingError(f"step {step}, {what}: they differ by up to {report['old_gap_max']:.1e}{meant}")
+        raise TrainingError(f"step {step}, {what}: they differ by up to {report['old_gap_max']:.1e}; {ON_PURPOSE}")
     if step == 1 and number == 0 and batch.ref_logp is not None:  # the reference is still the policy
         apart = ((batch.ref_logp - batch.rollout_logp) * batch.mask).abs().max().item()
-        told = f"step 1: the reference is the policy before its first update, but its log-probs differ by {apart:.1e}"
-        require(apart == 0, f"{told}; in a fork that means it, use model.match_engine=false", TrainingError)
-    if number > 0 or report["gap_max"] == 0:
-        return
+        what = "the reference is the policy before its first update, but its log-probs differ by"
+        require(apart == 0, f"step 1: {what} {apart:.1e}; {ON_PURPOSE}", TrainingError)
+    if number == 0 and report["gap_max"] != 0:
+        raise TrainingError(explain_unequal(guard, report["gap_max"], batch, cfg, step))
 
+
+def explain_unequal(guard, largest: float, batch, cfg, step) -> str:
+    """Where the trainer's log-probs first have other bits than vLLM's."""
     logp_F = guard.score(guard.model, batch, cfg)
     differs_F = (logp_F != batch.rollout_logp) & batch.mask
-    told = f"step {step}: trainer and vLLM disagree on sampled tokens, which with model.match_engine have equal bits"
+    what = f"step {step}: trainer and vLLM disagree on sampled tokens, which with model.match_engine have equal bits"
     if not differs_F.any():
-        raise TrainingError(f"{told}: a scoring pass agrees, the training pass differs by {report['gap_max']:.1e}")
+        return f"{what}: a scoring pass agrees, the training pass differs by {largest:.1e}"
 
     first = int(differs_F.nonzero()[0])
     n = int(batch.seq_id[first])
     token = int(batch.position_ids[first]) + 1 - int(batch.prompts_N[n])
     where = first_difference.explain(guard.engine, guard.model, batch.take([n]), cfg, guard.forward)
     answers = len(batch.seq_id[differs_F].unique())
-    raise TrainingError(
-        f"{told}: {where}\n  {int(differs_F.sum())} of {int(batch.mask.sum())} log-probs differ, in {answers} of "
+    return (
+        f"{what}: {where}\n  {int(differs_F.sum())} of {int(batch.mask.sum())} log-probs differ, in {answers} of "
         f"{len(batch.lengths_N)} answers; the first: answer {n}, to prompt {batch.same_prompt_N[n]}, token {token} "
         f"(id {int(batch.targets[first])}): trainer {logp_F[first]:.7f}, vLLM {batch.rollout_logp[first]:.7f}\n"
         "  model.match_engine=false computes without vLLM's operations, within rounding"
@@ -171,6 +182,7 @@ SLOPE = 0.02  # of the difference over the log-prob: a temperature that is off b
 SIGMAS = 6.0  # standard errors that the slope is beyond SLOPE
 MEASURED = 8  # answers that rounding is measured on; at least one for each replica
 OUTLIERS = 2  # tokens whose k3 alone is no defect
+BOUNDS = ("max_logp_gap", "max_mismatch_kl")  # of `rollout`, the user's own
 INEXACT = ("quantization", "kv_cache_dtype")  # options of vLLM that make it sample from another distribution
 
 
@@ -182,11 +194,12 @@ class Gap(NamedTuple):
 
     def over(self, rounding: "Gap") -> float:
         """How many times larger than `rounding` it is, by the mean or by the root of k3; NaN if one is NaN."""
-        return float(np.maximum(self.mean / rounding.mean, np.sqrt(np.maximum(self.k3, 0) / rounding.k3)))
+        root = np.sqrt(np.maximum(self.k3, 0) / rounding.k3)
+        return float(np.maximum(self.mean / rounding.mean, root))
 
 
-def gap_of(difference_M: Tensor, outliers: int = 0) -> Gap:
-    """The size of differences [M] in nats; the `outliers` largest have no part in k3, whose terms are at most 10."""
+def gap_of(difference_M, outliers: int = 0) -> Gap:
+    """The size of differences [M] in nats. The `outliers` largest have no part in k3, whose terms are at most 10."""
     difference_M = difference_M.double()
     k3_M = difference_M.clamp(-20, 20)
     k3_M = (k3_M.expm1() - k3_M).clamp(max=10)
@@ -194,67 +207,38 @@ def gap_of(difference_M: Tensor, outliers: int = 0) -> Gap:
     return Gap(difference_M.abs().mean().item(), kept.sum().item() / max(len(k3_M), 1))
 
 
-def check_gap(guard: Guard, report: dict, batch: Batch, cfg: Config, step: int) -> None:
-    """TrainingError where trainer and vLLM differ by more than rounding or the configuration's bounds; or a warning."""
+def check_gap(guard, report, batch, cfg, step):
+    """Compare the gap of an update with the user's bounds and with rounding.
+
+    Raises TrainingError if it is too large, and warns once if it is larger than usual.
+    """
     gap = Gap(report["gap"] / report["tokens"], report["gap_k3"] / report["tokens"])
     guard.recent.append((report["gap_k3"], report["tokens"]))
-    meant = [f"rollout.{key}" for key in ("max_logp_gap", "max_mismatch_kl") if getattr(cfg.rollout, key) is not None]
+    meant = [f"rollout.{key}" for key in BOUNDS if getattr(cfg.rollout, key) is not None]
     if meant:
         check_bounds(guard, gap, report["gap_max"], batch, cfg, step)
+
     meant += [f"rollout.vllm.{name}" for name in INEXACT if name in cfg.rollout.vllm]  # keys by which a gap is meant
-    if guard.told and meant:
+    if guard.warned and meant:
         return
-    bound = (STOP if guard.told else WARN)[cfg.model.dtype]
-    if guard.rounding is None or not gap.over(guard.rounding) <= bound:
+    bound = (STOP if guard.warned else WARN)[cfg.model.dtype]
+    if guard.rounding is None or not gap.over(guard.rounding) <= bound:  # so that NaN is beyond it
         judge_gap(guard, gap, meant, batch, cfg, step)
 
 
-def judge_gap(guard: Guard, gap: Gap, meant: list[str], batch: Batch, cfg: Config, step: int) -> None:
-    """Measure rounding anew and compare `gap` with it, as check_gap says; at the first time also see what it follows.
-
-    `meant`: the keys by which a gap is meant, so that it ends no run.
-    """
-    warn, stop = WARN[cfg.model.dtype], STOP[cfg.model.dtype]
-    is_first = guard.rounding is None
-    some, logp_F, guard.rounding = measure_rounding(guard.model, batch, cfg, guard.score)
-    slope = slope_of(logp_F[some.mask], some.rollout_logp[some.mask], guard.rounding.mean) if is_first else 0.0
-    if gap.over(guard.rounding) <= warn and not slope:
-        return
-    if batch.old_logp is not None and cfg.algo.old_logp == "trainer":
-        logp_F = batch.old_logp  # an earlier update of this step has moved the weights
-    else:
-        logp_F = guard.score(guard.model, batch, cfg)
-    own_mean = gap.mean  # of the update's own pass, which dropout sets apart from a scoring pass
-    gap = gap_of((logp_F - batch.rollout_logp)[batch.mask], OUTLIERS)
-    times = max(gap.over(guard.rounding), own_mean / guard.rounding.mean)
-    if times <= warn and not slope:
-        return
-    follows = f"; it follows the log-prob, with a slope of {slope:.3f}" if slope else ""
-    message = (
-        f"step {step}: trainer and vLLM disagree on sampled tokens: mean |Δ log-prob| = {own_mean:.2e}, mismatch KL "
-        f"{gap.k3:.1e}, {times:.1f} times what rounding moves them in this model ({guard.rounding.mean:.1e}, "
-        f"{guard.rounding.k3:.1e}){follows}"
-    )
-    table = explain_gap(logp_F, batch, step, stop * guard.rounding.mean, slope)
-    if not meant and (slope or not times <= stop):
-        raise TrainingError(f"{message}\n{table}\n  rollout.max_logp_gap sets a bound of your own in its place")
-    if not guard.told and dist.get_rank() == 0:
-        why = f"since {meant[0]} is set" if meant else f"and ends at {stop:g} times"
-        print(f"warning: {message}; the run goes on, {why}\n{table}", flush=True)
-    guard.told = True
-
-
-def check_bounds(guard: Guard, gap: Gap, largest: float, batch: Batch, cfg: Config, step: int) -> None:
-    """TrainingError where the gap exceeds rollout.max_logp_gap or rollout.max_mismatch_kl.
+def check_bounds(guard, gap: Gap, largest: float, batch, cfg, step):
+    """Raise TrainingError if the gap exceeds rollout.max_logp_gap or rollout.max_mismatch_kl.
 
     A single token can dominate k3 of an update: in bf16 the demo had 4.7e-4 in one of 300, at most 6.1e-5 in 20. So it
     is the mean of the tokens of the last 20 updates; missing ones of 4 count as 0.
     """
-    kind, size = ("largest", largest) if cfg.model.dtype == "fp32" else ("mean", gap.mean)
+    size, kind = gap.mean, "mean |Δ log-prob|"
+    if cfg.model.dtype == "fp32":
+        size, kind = largest, "largest |Δ log-prob|"
     k3, tokens = np.sum(guard.recent, axis=0)
     kl = k3 / (tokens * max(1.0, 4 / len(guard.recent)))
-    bounded = [(f"{kind} |Δ log-prob|", size, "max_logp_gap"), ("mismatch KL (mean k3)", kl, "max_mismatch_kl")]
-    for what, value, key in bounded:
+
+    for key, value, what in zip(BOUNDS, (size, kl), (kind, "mismatch KL (mean k3)"), strict=True):
         bound = getattr(cfg.rollout, key)
         if bound is not None and not value <= bound:
             table = explain_gap(guard.score(guard.model, batch, cfg), batch, step, gap.mean)
@@ -264,14 +248,64 @@ def check_bounds(guard: Guard, gap: Gap, largest: float, batch: Batch, cfg: Conf
             )
 
 
+def judge_gap(guard, gap: Gap, meant: list[str], batch, cfg, step):
+    """Measure rounding anew and compare `gap` with it, as check_gap says; at the first time also see what it follows.
+
+    `meant` has the keys by which a gap is meant. With one of them the gap ends no run.
+    """
+    warn, stop = WARN[cfg.model.dtype], STOP[cfg.model.dtype]
+    is_first = guard.rounding is None
+    some, logp_F, guard.rounding = measure_rounding(guard.model, batch, cfg, guard.score)
+    slope = slope_of(logp_F[some.mask], some.rollout_logp[some.mask], guard.rounding.mean) if is_first else 0.0
+    if gap.over(guard.rounding) <= warn and not slope:
+        return
+
+    # Look closer: a scoring pass, which dropout does not move, and without the outliers.
+    if batch.old_logp is not None and cfg.algo.old_logp == "trainer":
+        logp_F = batch.old_logp  # an earlier update of this step has moved the weights
+    else:
+        logp_F = guard.score(guard.model, batch, cfg)
+    scored = gap_of((logp_F - batch.rollout_logp)[batch.mask], OUTLIERS)
+    times = max(scored.over(guard.rounding), gap.mean / guard.rounding.mean)
+    if times <= warn and not slope:
+        return
+
+    message = (
+        f"step {step}: trainer and vLLM disagree on sampled tokens: mean |Δ log-prob| = {gap.mean:.2e}, mismatch KL "
+        f"{scored.k3:.1e}, {times:.1f} times what rounding moves them in this model ({guard.rounding.mean:.1e}, "
+        f"{guard.rounding.k3:.1e})"
+    )
+    if slope:
+        message += f"; it follows the log-prob, with a slope of {slope:.3f}"
+    table = explain_gap(logp_F, batch, step, stop * guard.rounding.mean, slope)
+    if not meant and (slope or not times <= stop):
+        raise TrainingError(f"{message}\n{table}\n  rollout.max_logp_gap sets a bound of your own in its place")
+    if not guard.warned and dist.get_rank() == 0:
+        why = f"since {meant[0]} is set" if meant else f"and ends at {stop:g} times"
+        print(f"warning: {message}; the run goes on, {why}\n{table}", flush=True)
+    guard.warned = True
+
+
+def measure_rounding(model, batch, cfg, score: Callable) -> tuple[Batch, Tensor, Gap]:
+    """(some answers of the batch, their log-probs [F], how far rounding moves these); two forward passes over them."""
+    count = min(len(batch.lengths_N), max(MEASURED, bridge.mpu.get_data_parallel_world_size()))
+    some = batch.take(np.linspace(0, len(batch.lengths_N) - 1, count).astype(int).tolist())
+    logp_F = score(model, some, cfg)
+    with nudged_embeddings(model):
+        nudged_F = score(model, some, cfg)
+    found = gap_of((nudged_F - logp_F)[some.mask])
+    smallest = SMALLEST[cfg.model.dtype]
+    return some, logp_F, Gap(max(found.mean, smallest), max(found.k3, smallest**2 / 2))
+
+
 @contextlib.contextmanager
-def nudged_embeddings(model: list) -> Iterator[None]:
+def nudged_embeddings(model):
     """Move each element of the token embeddings by one unit in its last place, up or down, within the context.
 
     Every rounding that follows falls anew: the log-probs differ as they would by other kernels.
     """
 
-    def nudge(module, args, output: torch.Tensor) -> torch.Tensor:
+    def nudge(module, args, output):
         generator = torch.Generator().manual_seed(0)  # the same on every rank, at every position
         signs = ranks.to_device(torch.randint(2, output.shape[-1:], generator=generator) * 2 - 1, output.device)
         return (output.float() * (1 + signs * (torch.finfo(output.dtype).eps * 0.75))).to(output.dtype)
@@ -285,56 +319,47 @@ def nudged_embeddings(model: list) -> Iterator[None]:
             hook.remove()
 
 
-def measure_rounding(model: list, batch: Batch, cfg: Config, score: Callable) -> tuple[Batch, Tensor, Gap]:
-    """(some answers of the batch, their log-probs [F], how far rounding moves these); two forward passes over them."""
-    count = min(len(batch.lengths_N), max(MEASURED, bridge.mpu.get_data_parallel_world_size()))
-    some = batch.take(np.linspace(0, len(batch.lengths_N) - 1, count).astype(int).tolist())
-    logp_F = score(model, some, cfg)
-    with nudged_embeddings(model):
-        nudged_F = score(model, some, cfg)
-    found = gap_of((nudged_F - logp_F)[some.mask])
-    smallest = SMALLEST[cfg.model.dtype]
-    return some, logp_F, Gap(max(found.mean, smallest), max(found.k3, smallest**2 / 2))
-
-
-def slope_of(logp_M: Tensor, rollout_logp_M: Tensor, rounding: float) -> float:
+def slope_of(logp_M, rollout_logp_M, rounding: float) -> float:
     """Slope of the difference over the mean of two log-probs, [M] each; 0 where it may be by chance or rounding.
 
     Of two log-probs with rounding of equal size it is 0; under a temperature that is off by a share x it is about x. It
     counts only if it moves log-probs by more than `rounding`: those of a model that has learnt nothing hardly differ.
     """
     middle_M = (logp_M.double() + rollout_logp_M.double()) / 2
-    difference_M = logp_M.double() - rollout_logp_M.double()
     middle_M = middle_M - middle_M.mean()
+    difference_M = logp_M.double() - rollout_logp_M.double()
     square = (middle_M @ middle_M).item() or math.nan
     slope = (middle_M @ difference_M).item() / square
+
     rest_M = difference_M - difference_M.mean() - slope * middle_M
     error = math.sqrt((rest_M @ rest_M).item() / max(len(rest_M), 1) / square)
     moved = abs(slope) * math.sqrt(square / max(len(middle_M), 1))
     return slope if abs(slope) > SLOPE + SIGMAS * error and moved > rounding else 0.0
 
 
-def explain_gap(logp_F: Tensor, batch: Batch, step: int, bound: float, slope: float = 0.0) -> str:
+def explain_gap(logp_F, batch, step, bound: float, slope: float = 0.0) -> str:
     """A table of the largest differences, their distribution, and the likely cause."""
     vllm_F = batch.rollout_logp
     gap_F = (logp_F - vllm_F).abs() * batch.mask
     prompt_F = torch.from_numpy(batch.prompts_N)[batch.seq_id]
     position_F = batch.position_ids + 1 - prompt_F  # of the target within its response
-    beyond_F = gap_F > bound
-    share = (beyond_F.sum() / batch.mask.sum()).item()
-    first3 = gap_F[batch.mask & (position_F < 3)].nanmean().item()
-    later = gap_F[batch.mask & (position_F >= 3)].nanmean().item()
     lines = ["  sample  position   token   trainer      vLLM       |Δ|"]
     for i in gap_F.topk(min(10, len(gap_F))).indices.tolist():
         n = int(batch.seq_id[i])
         lines.append(
             f"  {n:6d} {position_F[i]:9d} {batch.targets[i]:7d} {logp_F[i]:9.4f} {vllm_F[i]:9.4f} {gap_F[i]:9.2e}"
         )
-    many = f"{len(batch.seq_id[beyond_F].unique())} of {len(batch.lengths_N)} samples"
+
+    beyond_F = gap_F > bound
+    share = (beyond_F.sum() / batch.mask.sum()).item()
+    samples = len(batch.seq_id[beyond_F].unique())
+    first3 = gap_F[batch.mask & (position_F < 3)].nanmean().item()
+    later = gap_F[batch.mask & (position_F >= 3)].nanmean().item()
     lines.append(
-        f"  {share:.1%} of {int(batch.mask.sum())} tokens, in {many}, are beyond the bound; "
-        f"mean |Δ| {first3:.1e} in the first 3 tokens, {later:.1e} later"
+        f"  {share:.1%} of {int(batch.mask.sum())} tokens, in {samples} of {len(batch.lengths_N)} samples, are beyond "
+        f"the bound; mean |Δ| {first3:.1e} in the first 3 tokens, {later:.1e} later"
     )
+
     cause = (
         "most tokens differ, with equal weights (each push is verified): RoPE, attention, norms or the precision of "
         "logits are computed otherwise in one of the two, or rollout.vllm samples from another distribution"
@@ -356,51 +381,60 @@ def explain_gap(logp_F: Tensor, batch: Batch, step: int, bound: float, slope: fl
 # ---------------------------------------------------------------- NaN and infinity
 
 
-def explain_skipped(guard: Guard, report: dict, micro_batches: list[MicroBatch]) -> None:
+def explain_skipped(guard, report, micro_batches: list[MicroBatch]):
     """Count an update that was skipped for NaN or infinity, and warn.
 
     Raises TrainingError at train.max_skipped, or if a dynamic loss scale can fall no lower.
     """
     cfg = guard.cfg
-    lower = fp16.loss_scale(guard.optimizer)
-    if math.isfinite(report["loss"]) and lower is not None and lower < report["loss_scale"]:
+    scale = fp16.loss_scale(guard.optimizer)  # of the next update
+    is_loss = not math.isfinite(report["loss"])
+    if not is_loss and scale is not None and scale < report["loss_scale"]:
         if dist.get_rank() == 0:
-            scales = f"{report['loss_scale']:g} → {lower:g}"
+            scales = f"{report['loss_scale']:g} → {scale:g}"
             print(f"the gradient overflowed: update skipped, loss scale {scales}", flush=True)
         return
+
     guard.skipped += 1
     is_last = guard.skipped >= cfg.train.max_skipped
     count = f"{guard.skipped} in a row, the run stops at train.max_skipped={cfg.train.max_skipped}"
-    what, where = "a gradient is NaN or infinite", f"first that of {weight_of_overflow(guard.model)}"
-    if not math.isfinite(report["loss"]):
+    if is_loss:
         passes = partial(guard.forward, guard.model, micro_batches, cfg.rollout.temperature)
-        what, where = f"the loss is {report['loss']}", layer_of_overflow(guard.model, passes)
-    elif fp16.scaler_state(guard.optimizer):
-        is_last, count = True, f"the loss scale is at megatron.min_loss_scale={lower:g} and can fall no lower"
+        what = f"the loss is {report['loss']}, {layer_of_overflow(guard.model, passes)}"
+    else:
+        what = f"a gradient is NaN or infinite, first that of {weight_of_overflow(guard.model)}"
+        if fp16.scaler_state(guard.optimizer):
+            is_last = True
+            count = f"the loss scale is at megatron.min_loss_scale={scale:g} and can fall no lower"
     if cfg.model.dtype == "fp16":
-        where += f"; fp16 holds numbers up to 65504 (loss scale {report['loss_scale']:g}): try model.dtype=bf16"
-    message = f"{what}, {where}; the update was skipped; {count}"
+        what += f"; fp16 holds numbers up to 65504 (loss scale {report['loss_scale']:g}): try model.dtype=bf16"
+
+    message = f"{what}; the update was skipped; {count}"
     require(not is_last, message, TrainingError)
     if dist.get_rank() == 0:
         print(f"warning: {message}", flush=True)
 
 
-def weight_of_overflow(model: list) -> str:
+def weight_of_overflow(model) -> str:
     """The weight nearest to the loss whose gradient is NaN or infinite: the backward pass met it first."""
     own = bridge.named_weights(model) | bridge.named_weights(model, factors=True)
     found = [name for name, weight in own.items() if weight.requires_grad and not weight.main_grad.isfinite().all()]
-    names = dict.fromkeys(name for part in ranks.gather(found) for name in part)
+    names = {}  # of all ranks; a dict keeps their order
+    for part in ranks.gather(found):
+        names |= dict.fromkeys(part)
     return max(names, key=partial(bridge.position, hf=model[0].hf_config), default="a weight of another replica")
 
 
-def layer_of_overflow(model: list, forward: Callable[[], list]) -> str:
+def layer_of_overflow(model, forward: Callable[[], list]) -> str:
     """Where activations are NaN or infinite first in a forward pass over the micro-batches."""
-    chunks = [bridge.unwrap_model(chunk) for chunk in model]
-    numbers = {layer: layer.layer_number for chunk in chunks for layer in chunk.decoder.layers}  # from 1
-    numbers |= {chunk.embedding: 0 for chunk in chunks if chunk.pre_process}
-    found = []
+    numbers = {}  # module → number of its layer from 1, 0 for the embeddings
+    for chunk in map(bridge.unwrap_model, model):
+        numbers |= {layer: layer.layer_number for layer in chunk.decoder.layers}
+        if chunk.pre_process:
+            numbers[chunk.embedding] = 0
+    found = [math.inf]
 
-    def note(module, args, output) -> None:
+    def note(module, args, output):
         output = output[0] if isinstance(output, tuple) else output
         if module in numbers and not output.isfinite().all():
             found.append(numbers[module])
@@ -410,7 +444,8 @@ def layer_of_overflow(model: list, forward: Callable[[], list]) -> str:
         forward()
     finally:
         hook.remove()
-    first = min(layer for part in ranks.gather(found) for layer in [*part, math.inf])
+
+    first = min(ranks.gather(min(found)))
     if first == math.inf:
         return "though the outputs of all layers are finite: it began in the head or in the loss"
     return f"first in the output of layer {first}" if first else "first in the embeddings"

@@ -59,7 +59,7 @@ def parse_args(argv: list[str], doc: str) -> argparse.Namespace:
     return args
 
 
-def check(args: argparse.Namespace) -> Config:
+def check(args) -> Config:
     """Read and check the configuration. Model and data are not read yet. Raises UserError."""
     cfg = load_config(args.config, args.overrides)
     prepare_process(cfg)
@@ -67,7 +67,7 @@ def check(args: argparse.Namespace) -> Config:
     return cfg
 
 
-def prepare_process(cfg: Config):
+def prepare_process(cfg):
     """Tie this process to torchrun, and set what CUDA, torch and vLLM read as they start. The user's variables stay."""
     ranks.die_with_torchrun()
     for stream in (sys.stdout, sys.stderr):
@@ -81,7 +81,7 @@ def prepare_process(cfg: Config):
         torch.backends.cuda.enable_flash_sdp(cfg.model.flash_attention)
 
 
-def dry_run(cfg: Config, args: argparse.Namespace):
+def dry_run(cfg, args):
     """Check model and data, and print the plan. Raises UserError, also if the plan exceeds a GPU's memory."""
     check_models(cfg)
     short = None
@@ -96,7 +96,7 @@ def dry_run(cfg: Config, args: argparse.Namespace):
 
 
 @contextlib.contextmanager
-def joined(cfg: Config) -> Iterator[Clock]:
+def joined(cfg) -> Iterator[Clock]:
     """Meet the other ranks and give a clock. A machine's failure becomes a RankError that says what it means."""
     if cfg.rollout.exact:
         torch.use_deterministic_algorithms(True)
@@ -105,7 +105,7 @@ def joined(cfg: Config) -> Iterator[Clock]:
 
     profiler = None
     if cfg.profile.start and (cfg.profile.ranks is None or dist.get_rank() in cfg.profile.ranks):
-        profiler = Profiler(Path(cfg.output_dir, "traces"), cfg.profile)
+        profiler = Profiler(Path(cfg.output_dir, "traces"), cfg.profile, dist.get_rank())
     clock = Clock(cfg.train.stall_timeout_s, profiler)
     try:
         yield clock
@@ -118,7 +118,7 @@ def joined(cfg: Config) -> Iterator[Clock]:
         clock.stop()
 
 
-def explain_failure(error: Exception, phase: str, out: Path):
+def explain_failure(error, phase, out: Path):
     """Raise a RankError that says what an error means, if it comes from a machine. Else return."""
     is_first = ranks.note_failure()
     if isinstance(error, RankError):
@@ -133,7 +133,7 @@ def explain_failure(error: Exception, phase: str, out: Path):
 
 
 @contextlib.contextmanager
-def output_dir(cfg: Config, inputs: Inputs) -> Iterator[Inputs]:
+def output_dir(cfg, inputs) -> Iterator[Inputs]:
     """Check machines and ranks, lock the output folder, and give the inputs with the checkpoint to resume from."""
     machines.check_ranks(cfg.model_dump(), "data.train", inputs.prompts.fingerprint)
     ranks.on_first_rank(partial(machines.check_first_host, cfg))

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch.profiler import ProfilerAction
 
 from config import ProfileConfig
@@ -11,15 +10,16 @@ from grpo.parts.base import ranks
 
 
 class Profiler:
-    """A rank makes one where `profile` has it. A file that cannot be written is a warning and does not end the run."""
+    """A rank that `profile` names makes one. If its file cannot be written, it warns, and the run goes on."""
 
-    def __init__(self, folder: Path, profile: ProfileConfig):
+    def __init__(self, folder: Path, profile: ProfileConfig, rank: int):
         self.folder = folder
         self.profile = profile
+        self.rank = rank  # kept: the process group may be gone when the file is written
         self.torch: torch.profiler.profile | None = None  # while it records
 
-    def start_step(self, step: int) -> None:
-        """A step begins, which is recorded if it is in the window; the first one after it writes the files."""
+    def start_step(self, step):
+        """Record the step that begins, if it is in the window. The first one after the window writes the file."""
         if step > self.profile.stop:
             self.close()
         elif self.torch:
@@ -29,15 +29,16 @@ class Profiler:
             self.torch.step_num = step
             self.torch.start()
 
-    def close(self) -> None:
+    def close(self):
+        """Write the file, if anything was recorded."""
         if not self.torch:
             return
         self.torch.stop()
-        path = self.folder / f"steps_{self.profile.start}_{self.torch.step_num}_rank{dist.get_rank()}.json.gz"
+        path = self.folder / f"steps_{self.profile.start}_{self.torch.step_num}_rank{self.rank}.json.gz"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self.torch.export_chrome_trace(str(path))
-            if dist.get_rank() == min(self.profile.ranks or [0]):
+            if self.rank == min(self.profile.ranks or [0]):
                 print(f"profile: {path}, for https://ui.perfetto.dev", flush=True)
         except (OSError, RuntimeError) as error:
             ranks.say(f"warning: profile: {error}")

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import numpy as np
 
-from config import Config
 from grpo.parts.base.ranks import say
 from grpo.step.records import Sample
 
@@ -31,7 +30,7 @@ SCREEN_CHARS = 60  # characters of a text on the screen
 class Trackers:
     """The trackers that `log` enables, on rank 0, after step `done`. One that fails is dropped with a warning."""
 
-    def __init__(self, cfg: Config, done: int, decode: Callable):
+    def __init__(self, cfg, done: int, decode: Callable):
         self.table_every = cfg.log.samples_every or TABLE_EVERY
         self.decode = decode
         self.opened = {}  # name → (write, close)
@@ -41,7 +40,7 @@ class Trackers:
                 self.opened[name] = calls
         atexit.register(self.close)  # however the run ends
 
-    def add(self, metrics: dict, samples: list[Sample] | None):
+    def add(self, metrics, samples: list[Sample] | None):
         """Give each tracker the metrics of a step and its samples; None for the evaluation before the first step."""
         if not self.opened:
             return
@@ -67,7 +66,7 @@ class Trackers:
         for name, (_, close) in list(self.opened.items()):
             self._try(name, close)
 
-    def _try(self, name: str, call: Callable, *arguments):
+    def _try(self, name, call: Callable, *arguments):
         """Call a function of a tracker's library. After a failure the tracker is not used any more."""
         try:
             return call(*arguments)
@@ -79,14 +78,14 @@ class Trackers:
             )
 
 
-def open_tensorboard(cfg: Config, done: int) -> tuple[Callable, Callable]:
+def open_tensorboard(cfg, done: int) -> tuple[Callable, Callable]:
     """(write, close) of an event file in output_dir/tensorboard, which takes back the steps after `done`."""
     from torch.utils.tensorboard import SummaryWriter
 
     purge = done + 1 if done else 0
     writer = SummaryWriter(f"{cfg.output_dir}/tensorboard", purge_step=purge, flush_secs=FLUSH_S)
 
-    def write(step: int, numbers: dict[str, float], histograms: dict[str, np.ndarray], table: list[list]):
+    def write(step, numbers: dict[str, float], histograms: dict[str, np.ndarray], table: list[list]):
         for name, value in numbers.items():
             writer.add_scalar(name, value, step)
         for name, values in histograms.items():
@@ -102,7 +101,7 @@ def open_tensorboard(cfg: Config, done: int) -> tuple[Callable, Callable]:
     return write, writer.close
 
 
-def open_wandb(cfg: Config, done: int) -> tuple[Callable, Callable]:
+def open_wandb(cfg, done: int) -> tuple[Callable, Callable]:
     """(write, close) of a W&B run with its files in output_dir/wandb. It is offline if the server does not answer."""
     import wandb
 
@@ -127,7 +126,7 @@ def open_wandb(cfg: Config, done: int) -> tuple[Callable, Callable]:
     where = Path(run.dir).parent if run.offline else run.url
     say(f"log.wandb: {where}")
 
-    def write(step: int, numbers: dict[str, float], histograms: dict[str, np.ndarray], table: list[list]):
+    def write(step, numbers: dict[str, float], histograms: dict[str, np.ndarray], table: list[list]):
         values = dict(numbers)
         for name, array in histograms.items():
             values[name] = wandb.Histogram(array)
@@ -141,7 +140,7 @@ def open_wandb(cfg: Config, done: int) -> tuple[Callable, Callable]:
 OPEN = {"tensorboard": open_tensorboard, "wandb": open_wandb}
 
 
-def brief(error: Exception) -> str:
+def brief(error) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 

@@ -15,10 +15,10 @@ from grpo.parts.base.ranks import say
 
 
 class Watchdog:
-    """Ends a run in which no rank has finished a phase for `timeout_s`, each rank with exit code 1; 0: never.
+    """Ends a run in which no rank has finished a phase for `timeout_s`, each rank with exit code 1; 0 turns it off.
 
-    Every rank makes one after init_process_group. The first to end prints phase and stack of all ranks. One that cannot
-    answer, since it holds Python's lock (GIL) or has lost the store, has faulthandler write the stacks of its threads.
+    Every rank makes one after init_process_group. The first to end prints phase and stack of all ranks. A rank cannot
+    answer if it holds Python's lock (GIL) or has lost the store. Its faulthandler then writes its threads' stacks.
     """
 
     def __init__(self, timeout_s: float):
@@ -29,32 +29,35 @@ class Watchdog:
         if timeout_s:
             self.thread.start()
 
-    def enter(self, phase: str) -> None:
+    def enter(self, phase):
         """Note that the main thread has finished a phase and begins another one."""
         self.at = (phase, time.strftime("%T"))
         self.moved.set()
 
-    def stop(self) -> None:
+    def stop(self):
         """Stop watching: the rest of the run may take any time."""
         self.enter("ended")
         if self.timeout_s:
             self.thread.join()  # Python aborts if it ends while a thread is inside the store
             faulthandler.cancel_dump_traceback_later()
 
-    def _watch(self) -> None:
+    def _watch(self):
         store = dist.distributed_c10d._get_default_store().clone()  # a connection of this thread
+        rank = dist.get_rank()  # kept: the process group may end before the watchdog
         process = f"process {os.getpid()} on {os.uname().nodename}"
         interval = min(self.timeout_s / 10, 5.0)
-        moves, idle_s = 0, 0.0  # not by a clock: a job that was suspended does not hang
-        stack = ""
+        moves, idle_s = 0, 0.0  # counted, not read from a clock: a job that was suspended does not hang
+
         with contextlib.suppress(dist.DistError):  # the store has ended: faulthandler ends a rank that goes on
             while self.at[0] != "ended":
                 faulthandler.dump_traceback_later(self.timeout_s + 20, exit=True)  # unless this line runs again before
+                stack = ""
                 if idle_s > self.timeout_s:
                     stack = "".join(traceback.format_stack(sys._current_frames()[threading.main_thread().ident]))
                 moved = self.moved.is_set()
                 self.moved.clear()
-                store.set(f"at/{dist.get_rank()}", json.dumps([*self.at, process, stack]))
+                store.set(f"at/{rank}", json.dumps([*self.at, process, stack]))
+
                 before, moves = moves, store.add("moves", int(moved))  # of all ranks
                 if stack:
                     end_run(store, f"no rank has finished a phase for {self.timeout_s:g} s", 2 * interval + 3)
@@ -62,19 +65,25 @@ class Watchdog:
                 self.moved.wait(interval)
 
 
-def end_run(store: dist.Store, why: str, wait_s: float) -> None:
+def end_run(store: dist.Store, why, wait_s: float):
     """End this process. The first rank waits for the other ranks, then prints what each has published."""
-    first = store.add("reports", 1) == 1
+    is_first = store.add("reports", 1) == 1
     time.sleep(wait_s)
-    if first:
+
+    if is_first:
         lines = [f"watchdog, {time.strftime('%T')}: {why}\nrank  since     phase"]
         ranks_of: dict[str, list[str]] = {}  # stack → ranks
         for rank in range(dist.get_world_size()):
             phase, since, process, stack = json.loads(store.get(f"at/{rank}"))
-            silent = "" if stack else ", no answer: stopped, dead or in a call that holds Python's lock"
-            lines.append(f"{rank:4d}  {since}  {phase:10s}  {process}{silent}")
-            ranks_of.setdefault(stack, []).append(str(rank))
-        lines += [f"\nrank {', '.join(of)}, most recent call last:\n{s}" for s, of in ranks_of.items() if s]
+            line = f"{rank:4d}  {since}  {phase:10s}  {process}"
+            if stack:
+                ranks_of.setdefault(stack, []).append(str(rank))
+            else:
+                line += ", no answer: stopped, dead or in a call that holds Python's lock"
+            lines.append(line)
+        for stack, of in ranks_of.items():
+            lines.append(f"\nrank {', '.join(of)}, most recent call last:\n{stack}")
         say("\n".join(lines))
+
     time.sleep(0.5)  # rank 0 may hold the store
     os._exit(1)

@@ -8,11 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 
 from config import Config, UserError
 from grpo.parts.base import versions
 from grpo.run import trackers
 from grpo.run.preflight import configuration
+from grpo.run.profiler import Profiler
 from grpo.step.metrics import PHASES
 from grpo.step.records import Sample
 from tests.conftest import ranges, tiny_config
@@ -136,13 +138,25 @@ def test_answers_on_the_screen():
     assert lines[0].startswith("  reward 0.000  advantage +0.00  'prompt [1 2]' → '0\\x1b[2Jxxx") and " … " in lines[0]
 
 
+def test_a_window_to_the_last_step_is_written_without_a_process_group(tmp_path, monkeypatch):
+    """The group has ended by then, with vLLM."""
+    profiler = Profiler(tmp_path, tiny_config("profile.start=1", "profile.stop=2").profile, rank=3)
+    profiler.start_step(1)
+    profiler.start_step(2)
+    monkeypatch.setattr(dist.distributed_c10d._world, "default_pg", None)
+    assert not dist.is_initialized()
+    profiler.close()
+    names = ranges(tmp_path / "steps_1_2_rank3.json.gz")
+    assert "ProfilerStep#1" in names and "ProfilerStep#2" in names
+
+
 @pytest.mark.slow
 def test_a_run_with_everything_on(train_forked, tiny):
     """Two ranks; which ranges the traces have, what the screen shows; the trackers, where they are installed."""
     on = [f"log.{name}=true" for name in versions.TRACKERS if versions.installed(name)]
     run = train_forked(
         2, "train.steps=6", "rollout.prompts_per_step=4", "train.epochs_per_step=2", "algo.kl_coef=0.05", *on,
-        "log.samples_every=2", "profile.start=3", "profile.stop=4", "train.eval_every=3",
+        "log.samples_every=2", "profile.start=5", "profile.stop=6", "train.eval_every=3",
         f"data.eval={tiny / 'train.jsonl'}", WANDB_MODE="offline",
     )  # fmt: skip
     assert run.code == 0 and "warning: log" not in run.text and "warning: profile" not in run.text, run.text
@@ -151,10 +165,10 @@ def test_a_run_with_everything_on(train_forked, tiny):
         assert tensorboard_numbers(run.out)[0] == in_float32(run.metrics)
 
     for rank in (0, 1):
-        names = ranges(run.out / f"traces/steps_3_4_rank{rank}.json.gz")
-        step = names[: names.index("ProfilerStep#4")]
-        assert {"eval", "rollout", "reward", "gather", "logprob", "train", "sync", "save", "wait"} <= {*step}
-        assert step.count("train") == 2 and "ProfilerStep#3" in step
+        names = ranges(run.out / f"traces/steps_5_6_rank{rank}.json.gz")
+        last = names.index("ProfilerStep#6")
+        assert {"eval", "rollout", "reward", "gather", "logprob", "train", "sync", "save", "wait"} <= {*names[last:]}
+        assert names[:last].count("train") == names[last:].count("train") == 2 and "ProfilerStep#5" in names[:last]
     for m in run.metrics[1:]:
         assert sum(m[f"time/{phase}"] for phase in PHASES if phase != "step") == pytest.approx(m["time/step"], rel=1e-6)
         assert m["idle_frac"] == pytest.approx(sum(m[key] for key in m if key.startswith("idle/")))

@@ -20,7 +20,7 @@ ROUNDING = 0.04  # nats
 
 def new(score=None) -> SimpleNamespace:
     """What the guard of a run that begins keeps of the gap."""
-    return SimpleNamespace(model=[], score=score, rounding=None, recent=deque(maxlen=20), told=False)
+    return SimpleNamespace(model=[], score=score, rounding=None, recent=deque(maxlen=20), warned=False)
 
 
 def report_of(difference_T: torch.Tensor) -> dict[str, float]:
