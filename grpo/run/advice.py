@@ -1,4 +1,4 @@
-"""What the metrics of a run ask for: runs that cannot learn, and what makes one slow. No rule changes a key."""
+"""Rules that find, in its metrics, why a run cannot learn or is slow, and name the keys to change."""
 
 import math
 from collections import Counter

@@ -33,7 +33,7 @@ from rollout import Engine
 
 @dataclass
 class Guard:
-    """What the guard keeps since this start. All ranks make the same calls; where one raises, it does on every rank.
+    """What the guard keeps since this start. All ranks make the same calls. If one raises, every rank does.
 
     `weighted` is the batch with the weights of an update, `number` the number of the update within its step, from 0.
     """
@@ -100,7 +100,7 @@ def some_entries(weights: list[Tensor]) -> Tensor:
 
 
 def check_rewards(samples: list[Sample], prompts: dict[int, Prompt], grading: GradingPool):
-    """Raise UserError, on every rank, if the reward failed for too many samples; else warn once a kind of error.
+    """Raise UserError, on every rank, if the reward failed for too many samples. Else warn once a kind of error.
 
     `prompts` is {group: prompt}; `grading` keeps the kinds that were shown.
     """
@@ -137,7 +137,7 @@ ON_PURPOSE = "in a fork that means it, use model.match_engine=false"
 def check_equal(guard, report, batch, cfg, step, number):
     """Raise TrainingError if a log-prob of the first update, or an old one of any update, has other bits than vLLM's.
 
-    It names the answer, the token, and the operation of the forward pass that differs first.
+    The error names the answer, the token, and the operation of the forward pass that differs first.
     """
     if report["old_gap_max"] != 0:  # also if it is NaN
         what = f"update {number + 1}: old log-probs are not those that vLLM sampled with"
@@ -151,7 +151,7 @@ def check_equal(guard, report, batch, cfg, step, number):
 
 
 def explain_unequal(guard, largest: float, batch, cfg, step) -> str:
-    """Where the trainer's log-probs first have other bits than vLLM's."""
+    """Say where the trainer's log-probs first have other bits than vLLM's, which differ by up to `largest` nats."""
     logp_F = guard.score(guard.model, batch, cfg)
     differs_F = (logp_F != batch.rollout_logp) & batch.mask
     what = f"step {step}: trainer and vLLM disagree on sampled tokens, which with model.match_engine have equal bits"
@@ -173,8 +173,8 @@ def explain_unequal(guard, largest: float, batch, cfg, step) -> str:
 
 # ---------------------------------------------------------------- the gap between trainer and vLLM
 
-# How far rounding moves a log-prob depends on the model (bf16: by 0.005 nats in a random one of two layers, 0.04 in a
-# trained one of thirty), so it is measured, and these are times that. In fp32 kernels also approximate, such as exp.
+# How far rounding moves a log-prob depends on the model: in bf16 by 0.005 nats in a random one of two layers, by 0.04
+# in a trained one of thirty. So it is measured, and these are multiples of it. In fp32 kernels also approximate exp.
 WARN = {"bf16": 3.0, "fp16": 3.0, "fp32": 10.0}
 STOP = {"bf16": 10.0, "fp16": 10.0, "fp32": 50.0}
 SMALLEST = {"fp32": 1e-6, "fp16": 1e-5, "bf16": 1e-4}  # mean |Δ| that rounding is taken to be at least
@@ -229,8 +229,8 @@ def check_gap(guard, report, batch, cfg, step):
 def check_bounds(guard, gap: Gap, largest: float, batch, cfg, step):
     """Raise TrainingError if the gap exceeds rollout.max_logp_gap or rollout.max_mismatch_kl.
 
-    A single token can dominate k3 of an update: in bf16 the demo had 4.7e-4 in one of 300, at most 6.1e-5 in 20. So it
-    is the mean of the tokens of the last 20 updates; missing ones of 4 count as 0.
+    A single token can dominate k3 of an update: in bf16 the demo had 4.7e-4 in one of 300, at most 6.1e-5 in 20. So
+    the mean is over the tokens of the last 20 updates. If there are fewer than 4, the missing ones count as 0.
     """
     size, kind = gap.mean, "mean |Δ log-prob|"
     if cfg.model.dtype == "fp32":
@@ -249,9 +249,9 @@ def check_bounds(guard, gap: Gap, largest: float, batch, cfg, step):
 
 
 def judge_gap(guard, gap: Gap, meant: list[str], batch, cfg, step):
-    """Measure rounding anew and compare `gap` with it, as check_gap says; at the first time also see what it follows.
+    """Measure rounding anew and compare `gap` with it. The first time also look for a slope over the log-prob.
 
-    `meant` has the keys by which a gap is meant. With one of them the gap ends no run.
+    `meant` has the keys by which a gap is meant. With one of them it only warns. Raises TrainingError.
     """
     warn, stop = WARN[cfg.model.dtype], STOP[cfg.model.dtype]
     is_first = guard.rounding is None
@@ -287,7 +287,10 @@ def judge_gap(guard, gap: Gap, meant: list[str], batch, cfg, step):
 
 
 def measure_rounding(model, batch, cfg, score: Callable) -> tuple[Batch, Tensor, Gap]:
-    """(some answers of the batch, their log-probs [F], how far rounding moves these); two forward passes over them."""
+    """Returns some answers of the batch, their log-probs [F], and how far rounding moves these.
+
+    Takes two forward passes over these answers.
+    """
     count = min(len(batch.lengths_N), max(MEASURED, bridge.mpu.get_data_parallel_world_size()))
     some = batch.take(np.linspace(0, len(batch.lengths_N) - 1, count).astype(int).tolist())
     logp_F = score(model, some, cfg)
@@ -302,7 +305,7 @@ def measure_rounding(model, batch, cfg, score: Callable) -> tuple[Batch, Tensor,
 def nudged_embeddings(model):
     """Move each element of the token embeddings by one unit in its last place, up or down, within the context.
 
-    Every rounding that follows falls anew: the log-probs differ as they would by other kernels.
+    All later roundings then differ, as they would with other kernels.
     """
 
     def nudge(module, args, output):
@@ -320,10 +323,10 @@ def nudged_embeddings(model):
 
 
 def slope_of(logp_M, rollout_logp_M, rounding: float) -> float:
-    """Slope of the difference over the mean of two log-probs, [M] each; 0 where it may be by chance or rounding.
+    """The slope of the difference over the mean of two log-probs, [M] each, or 0 if it may be chance or rounding.
 
-    Of two log-probs with rounding of equal size it is 0; under a temperature that is off by a share x it is about x. It
-    counts only if it moves log-probs by more than `rounding`: those of a model that has learnt nothing hardly differ.
+    Rounding of equal size gives 0. A temperature that is off by a share x gives about x. A slope counts only if it
+    moves log-probs by more than `rounding`: the log-probs of a model that has learnt nothing hardly differ.
     """
     middle_M = (logp_M.double() + rollout_logp_M.double()) / 2
     middle_M = middle_M - middle_M.mean()
@@ -416,7 +419,7 @@ def explain_skipped(guard, report, micro_batches: list[MicroBatch]):
 
 
 def weight_of_overflow(model) -> str:
-    """The weight nearest to the loss whose gradient is NaN or infinite: the backward pass met it first."""
+    """The weight nearest to the loss whose gradient is NaN or infinite. The backward pass reached it first."""
     own = bridge.named_weights(model) | bridge.named_weights(model, factors=True)
     found = [name for name, weight in own.items() if weight.requires_grad and not weight.main_grad.isfinite().all()]
     names = {}  # of all ranks; a dict keeps their order

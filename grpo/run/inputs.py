@@ -120,7 +120,7 @@ def check_models(cfg):
 
 
 def first_day(cfg) -> str:
-    """The day on which the run began: of the checkpoint that it goes on from, else today."""
+    """The day on which the run began: the date in the checkpoint that it goes on from, else today."""
     found = []
     if cfg.resume == "auto":
         found = checkpoint.list_checkpoints(Path(cfg.output_dir, "checkpoints"))
@@ -133,7 +133,7 @@ def first_day(cfg) -> str:
 
 
 def with_steps(cfg, prompts: int) -> Config:
-    """The configuration with `train.steps`. If `train.epochs` is set, they are as many passes over so many prompts."""
+    """The configuration with `train.steps`, computed from `train.epochs` if it is set: passes over all prompts."""
     if cfg.train.epochs is None:
         return cfg
     passes = Fraction(str(cfg.train.epochs))  # 1.1 epochs of 100 prompts are 110, not 110.00000000000001
@@ -182,7 +182,7 @@ def find_resume(cfg, inputs) -> Inputs:
 
 
 def check_base(found: Path | None, cfg, folder: str) -> str | None:
-    """The digest of the initial model in `folder`; None unless adapters are added to it, or a reference keeps it.
+    """The digest of the initial model in `folder`. None if the run has neither adapters nor a reference.
 
     Raises UserError if the checkpoint `found` has other adapters, or was trained on another initial model.
     """

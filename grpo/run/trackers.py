@@ -35,13 +35,14 @@ class Trackers:
         self.decode = decode
         self.opened = {}  # name → (write, close)
         for name, open_tracker in OPEN.items():
-            calls = self._try(name, open_tracker, cfg, done) if getattr(cfg.log, name) else None
-            if calls:
-                self.opened[name] = calls
+            if getattr(cfg.log, name):
+                calls = self._try(name, open_tracker, cfg, done)
+                if calls is not None:
+                    self.opened[name] = calls
         atexit.register(self.close)  # however the run ends
 
     def add(self, metrics, samples: list[Sample] | None):
-        """Give each tracker the metrics of a step and its samples; None for the evaluation before the first step."""
+        """Give each tracker the metrics of a step and its samples. The evaluation before the first step has none."""
         if not self.opened:
             return
         step = metrics["step"]
