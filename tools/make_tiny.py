@@ -13,22 +13,22 @@ import json
 import random
 from pathlib import Path
 
-EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 96}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
 LINEAR = {  # attention, of heads whose first quarter turns, in every other layer
     "full_attention_interval": 2, "linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 32,
     "linear_value_head_dim": 48,
 }  # fmt: skip
-# architecture: (name in transformers, entries of its config beside the sizes common to all)
+# model type → entries of its config beside the sizes common to all
 ARCHITECTURES = {
-    "llama": ("Llama", {}),
-    "mistral": ("Mistral", {"sliding_window": None}),
-    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
-    "qwen2": ("Qwen2", {}),
-    "qwen2_moe": ("Qwen2Moe", {**EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 160}),
-    "qwen3": ("Qwen3", {}),
-    "qwen3_moe": ("Qwen3Moe", {**EXPERTS, "num_experts": 4, "norm_topk_prob": True}),
-    "qwen3_5_text": ("Qwen3_5", LINEAR),
-    "qwen3_5_moe_text": ("Qwen3_5Moe", {**LINEAR, **EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 160}),
+    "llama": {},
+    "mistral": {"sliding_window": None},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen2": {},
+    "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 160},
+    "qwen3": {},
+    "qwen3_moe": EXPERTS | {"norm_topk_prob": True},
+    "qwen3_5_text": LINEAR,
+    "qwen3_5_moe_text": LINEAR | EXPERTS | {"shared_expert_intermediate_size": 160},
 }
 
 
@@ -51,10 +51,12 @@ def bpe_tokenizer(texts: list[str], vocab_size: int):
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    tokenizer.train_from_iterator(
-        texts, trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=["<eos>", "<pad>"], initial_alphabet=alphabet)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=["<eos>", "<pad>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
+    tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
 
 
@@ -63,8 +65,8 @@ def save_model(
 ) -> int:
     """Write an untrained model with its tokenizer to `folder` and return its number of parameters.
 
-    `extra` goes into config.json. `std` is that of the initial weights: with 0.06 attention is sharp enough for RL to
-    learn from an untrained model, with the usual 0.02 it is not.
+    `extra` goes into config.json. `std` is the standard deviation of the initial weights. With 0.06 attention is sharp
+    enough for RL to learn from an untrained model; with the usual 0.02 it is not.
     """
     import torch
     import transformers
@@ -72,15 +74,14 @@ def save_model(
     special = {"eos_token": "<eos>", "pad_token": "<pad>", "unk_token": "<pad>"}
     wrapped = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
     wrapped.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-    name, options = ARCHITECTURES[arch]
-    config = getattr(transformers, f"{name}{'TextConfig' if arch.endswith('_text') else 'Config'}")(
-        vocab_size=len(wrapped), hidden_size=hidden, intermediate_size=ffn * hidden, num_hidden_layers=layers,
+    config = transformers.AutoConfig.for_model(
+        arch, vocab_size=len(wrapped), hidden_size=hidden, intermediate_size=ffn * hidden, num_hidden_layers=layers,
         num_attention_heads=hidden // 32, num_key_value_heads=kv_heads, head_dim=32, max_position_embeddings=2048,
         tie_word_embeddings=tied, initializer_range=std, eos_token_id=wrapped.eos_token_id,
-        pad_token_id=None, bos_token_id=None, **{**options, **extra},
+        pad_token_id=None, bos_token_id=None, **ARCHITECTURES[arch] | extra,
     )  # fmt: skip
     torch.manual_seed(seed)
-    model = getattr(transformers, f"{name}ForCausalLM")(config).float()
+    model = transformers.AutoModelForCausalLM.from_config(config).float()
     model.save_pretrained(folder)
     wrapped.save_pretrained(folder)
     return sum(p.numel() for p in model.parameters())
@@ -92,18 +93,21 @@ def reversal_rows(digits: int, rows: int, seed: int) -> list[dict]:
     return [{"prompt": f"{s}>", "answer": s[::-1], "source": "reverse"} for s in strings[:rows]]
 
 
-def main() -> None:
+def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--text", type=Path, help="jsonl whose `question` column trains a BPE tokenizer")
     args = parser.parse_args()
+
     if args.text:
         tokenizer = bpe_tokenizer([json.loads(line)["question"] for line in args.text.open()], vocab_size=1024)
     else:
         tokenizer = char_tokenizer("0123456789>+-=")
+
     args.out.mkdir(parents=True, exist_ok=True)
     size = save_model(args.out / "model", tokenizer)
     print(f"{args.out}/model: untrained Qwen2, {size / 1e6:.2f} M parameters")
+
     if not args.text:
         rows = reversal_rows(digits=3, rows=1000, seed=0)
         (args.out / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

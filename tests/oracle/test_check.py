@@ -128,7 +128,7 @@ def test_the_command(copied, capsys, mine, code):
     assert check.main([str(copied), "--mine", mine, "--steps", "1"]) == code
     said = capsys.readouterr().out
     if code == 2:
-        assert said.startswith("--mine prompts: there is no such item; legal are order, seeds,")
+        assert said.startswith("--mine prompts: there is no such item; it must be one of order, seeds,")
     else:
         assert "gradient      not judged: there is no model" in said and "advantages    agrees" in said
         assert ("seeds         yours" if code == 0 else "seeds         PARTS") in said

@@ -152,8 +152,7 @@ def test_the_gradients_of_copies_are_added_up_in_fp32():
     ],
 )
 def test_the_window_of_a_model(arch, settings, window):
-    name, options = make_tiny.ARCHITECTURES[arch]
-    hf = getattr(transformers, f"{name}Config")(num_hidden_layers=2, **{**options, **settings})
+    hf = transformers.AutoConfig.for_model(arch, num_hidden_layers=2, **make_tiny.ARCHITECTURES[arch] | settings)
     if isinstance(window, str):
         with pytest.raises(ValueError, match=window):
             sliding_window(hf)

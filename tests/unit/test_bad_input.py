@@ -71,8 +71,8 @@ VLLM = {
         *((f"model.dtype={name}", [f"{name!r}: must be 'bf16', 'fp16' or 'fp32'"]) for name in ("float16", "half")),
         ("actor.megatron.override_transformer_config.fp16=true", ["here model.dtype"]),
         ("train", ["section.key=value"]),
-        ("parallel.tp=3", ["parallel.tp=3", "world size 4", "--world-size"]),
-        ("rollout.tp=3", ["rollout.tp=3", "world size 4"]),
+        ("parallel.tp=3", ["parallel.tp · pp · cp = 3 does", "world size 4", "--world-size"]),
+        ("rollout.tp=3", ["rollout.tp = 3 does", "world size 4"]),
         ("parallel.tp=4", ["parallel.tp=4", "attention heads 2", "[1, 2]"]),
         ("parallel.pp=4", ["parallel.pp=4", "for 2 layers", "parallel.pp · parallel.vpp that divides 2, or megatron."]),
         ("rollout.group_size=1", ["rollout.group_size=1", "greater than or equal to 2"]),
@@ -86,8 +86,8 @@ VLLM = {
         ("train.max_tokens_per_micro_batch=8", ["max_tokens_per_micro_batch=8", "at least"]),
         ("parallel.ep=2", ["parallel.ep=2", "without experts"]),
         ("megatron.recompute_granularity=full", ["Megatron-core refuses", "recompute_method"]),
-        ("rollout.vllm.max_num_seq=8", ["the nearest option of vLLM is 'rollout.vllm.max_num_seqs'"]),
-        ("rollout.vllm.halt=8", ["unknown key 'rollout.vllm.halt'; legal are vLLM's EngineArgs"]),
+        ("rollout.vllm.max_num_seq=8", ["unknown key 'rollout.vllm.max_num_seq'; the nearest is max_num_seqs"]),
+        ("rollout.vllm.halt=8", ["unknown key 'rollout.vllm.halt'; it must be one of EngineArgs of vLLM"]),
         ("megatron.halt=8", ["unknown key 'megatron.halt'; the fields that may be set are adam_eps, "]),
         ("parallel.vpp=2", ["parallel.vpp=2", "needs parallel.pp above 1"]),
         ("megatron.recompute_granularty=full", ["megatron.recompute_granularty", "recompute_granularity"]),
@@ -159,15 +159,15 @@ MODELS = [  # what differs in config.json, overrides, what the refusal says
     ({"vocab_size": 99}, "parallel.tp=2", "size 99; legal are [1], or pad it: transformers' model.resize_token_em"),
     (LINEAR, "parallel.tp=4", "does not divide the model's key heads of linear attention 2; legal are [1, 2]"),
     (LINEAR, "parallel.tp=2 parallel.cp=2", "of linear attention, which parallel.tp=2 splits first; legal are [1]"),
-    (LINEAR | SLIDING, "", "layer_types has 'sliding_attention' in its config.json; beside linear_attention only full"),
+    (LINEAR | SLIDING, "", "layer_types in its config.json has sliding_attention; beside linear_attention only full_"),
     (DEEP, "parallel.pp=4", f"that divides 94, or {STAGES}=Et*23|t*23|t*24|t*24L alone"),
     (DEEP, f"parallel.pp=4 {FIRST}=80", f"{FIRST}=80 for 94 layers: "),
     # Megatron-core builds layers 34 to 59 twice
     (DEEP, f"parallel.pp=4 {FIRST}=60 {LAST}=60", "[range(34, 94)]], not each of the 94 once"),
-    (DEEP, f"parallel.pp=2 parallel.vpp=2 {FIRST}=46 {LAST}=48", "by zero; legal is parallel.pp · "),
-    (DEEP, f"parallel.pp=2 {STAGES}=Et*24|t*24|t*23|t*23L", "the layout is one of parallel.vpp=2; legal is"),
+    (DEEP, f"parallel.pp=2 parallel.vpp=2 {FIRST}=46 {LAST}=48", "by zero; use parallel.pp · "),
+    (DEEP, f"parallel.pp=2 {STAGES}=Et*24|t*24|t*23|t*23L", "the layout is one of parallel.vpp=2; use "),
     (DEEP, f"parallel.pp=2 {STAGES}='|Et*94L'", "the layout must begin with the embedding E and end with the loss L"),
-    (DEEP, f"{FIRST}=47", "needs parallel.pp above 1; legal is parallel.pp · parallel.vpp that"),
+    (DEEP, f"{FIRST}=47", "needs parallel.pp above 1; use parallel.pp · parallel.vpp that"),
 ]  # fmt: skip
 
 
@@ -181,7 +181,7 @@ def test_a_model_without_a_counterpart_is_refused(dry_run, tiny, tmp_path, chang
 
 @pytest.mark.parametrize(
     ("dtype", "width", "has_units", "message"),
-    [("fp32", 128, True, "model.dtype=fp32: vLLM's linear attention on a CPU needs bf16; use model.dtype=bf16, or a"),
+    [("fp32", 128, True, ": vLLM's linear attention on a CPU needs bf16; use model.dtype=bf16, or a GPU"),
      ("bf16", 64, True, "needs key and value heads of 128 numbers, not (64, 128); use a GPU"),
      ("bf16", 128, False, "needs AVX-512 BF16 or AMX, which this CPU lacks; use another machine, or a GPU")],
 )  # fmt: skip

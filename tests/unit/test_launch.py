@@ -199,7 +199,7 @@ SLIPS = {  # what is said → function of the script, piece of its source, what 
         "grpo_loss", "loss = (loss_T * weight_T).sum()", "loss = (loss_T * weigth_T).sum()"),
     r"train_grpo.py, line \d+, in policy_loss: RuntimeError: The size of tensor a": (
         "policy_loss", "log_ratio_T = logp_T - old_logp_T", "log_ratio_T = logp_T[1:] - old_logp_T"),
-    r"grpo_loss returns the shapes {'the loss sum': \[27\], .*; legal are": (
+    r"grpo_loss returns the shapes {'the loss sum': \[27\], .*; each must be one number": (
         "grpo_loss", "loss = (loss_T * weight_T).sum()", "loss = loss_T * weight_T"),
     r"grpo_loss returns the shapes {'tokens': \[27\], 'entropy': \[27\]": (
         "grpo_loss", "values_T @ mask_T", "values_T * mask_T"),

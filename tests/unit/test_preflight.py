@@ -31,7 +31,7 @@ def test_another_configuration_commit_and_other_data_of_a_machine_are_refused(mo
 
     monkeypatch.setattr(ranks, "gather", gather)
     monkeypatch.setattr(versions, "versions", lambda: {"commit": "a"})
-    with pytest.raises(UserError, match=r"^1 of 3 ranks have another configuration than rank 0; start ") as refusal:
+    with pytest.raises(UserError, match=r"^the ranks have different configurations; start ") as refusal:
         machines.check_ranks({"seed": 0, "train": {"lr": 1e-6}, "megatron": {}}, "data.train", "1")
     assert refusal.value.args[0].splitlines()[1:] == [
         "  train.lr: 1e-06 on rank 0, 1 (north); 1e-05 on rank 2 (south)",
@@ -75,7 +75,7 @@ EXACT = ["rollout.exact=true"]
         (STARTED, {}, None, ["rollout.vllm.quantization=fp8"],
          r"rollout.vllm.quantization=fp8: .* there is no GPU here"),
         (STARTED | {"SLURM_PROCID": "0"}, GPUS | MIG, "Python.h", [],
-         "has 1 GPU: one process a GPU; if srun binds GPUs to tasks, add --gpu-bind=none to it; with MIG one"),
+         r"=8, but this process sees 1 GPU\(s\), .* srun .* --gpu-bind=none .*; with MIG use one"),
         (STARTED, GPUS, "Python.h", [], None), (STARTED, GPUS, "Python.h", EXACT, None),
         (STARTED, GPUS | {"get_device_capability": (8, 0)}, "Python.h", EXACT,
          r"rollout.exact=true needs GPUs of compute capability 9.0: .* this is NVIDIA"),

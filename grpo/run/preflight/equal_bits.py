@@ -19,61 +19,71 @@ MEGATRON_OPTIONS = ("hidden_dropout", "attention_dropout", "bias_activation_fusi
 BOUNDS = ("max_logp_gap", "max_mismatch_kl")
 
 
-def resolve(cfg: Config) -> Config:
-    """The configuration with model.match_engine true or false. UserError where it is asked for and cannot be.
+def resolve(cfg) -> Config:
+    """The configuration with model.match_engine true or false.
 
-    null is true on a CPU, where it costs little: for models without experts, and one thread a rank. With equal bits
+    null becomes true on a CPU if that costs little: for models without experts, with one thread a rank. With equal bits
     vLLM's log-probs are the old ones, so no pass computes them again (algo.old_logp).
+
+    Raises UserError if model.match_engine is true and bits cannot be equal.
     """
-    asked = cfg.model.match_engine
-    if asked is False:
+    wanted = cfg.model.match_engine
+    if wanted is False:
         return cfg
+
     hf = read_config(cfg.model.path)
     reason = why_not(cfg, hf)
-    if asked is None and reason is None:
-        reason = why_costly(hf)
-    if asked and reason:
+    if wanted and reason:
         raise UserError(f"model.match_engine=true: {reason}, or leave it out")
-    if reason and is_first_rank() and not torch.cuda.device_count():
-        print(f"note: log-probs are equal to vLLM's within rounding, not by the bit: {reason}", flush=True)
+    if wanted is None:
+        reason = reason or why_costly(hf)
     if reason:
+        if is_first_rank() and not torch.cuda.device_count():
+            print(f"note: log-probs are equal to vLLM's within rounding, not by the bit: {reason}", flush=True)
         return override(cfg, {"model.match_engine": False})
+
     if torch.get_num_threads() > 1:
-        torch.set_num_threads(1)
+        torch.set_num_threads(1)  # with more, the order of a sum depends on the batch
         if is_first_rank():
-            print(
-                "note: model.match_engine=true sets one thread a rank: with more, sums depend on the batch", flush=True
-            )
+            print("note: model.match_engine=true sets one thread a rank", flush=True)
     return override(cfg, {"model.match_engine": True, "algo.old_logp": "rollout"})
 
 
-def why_not(cfg: Config, hf) -> str | None:
-    """Why bits cannot be equal, with the key that mends it; None where they can."""
+def why_not(cfg, hf) -> str | None:
+    """Why bits cannot be equal, with the key that mends it. None if they can."""
     r, p = cfg.rollout, cfg.parallel
-    found = versions.installed("vllm") or "1"  # where there is none, the start says so
+
+    # Operations are matched one by one, with those of one version of vLLM.
+    found = versions.installed("vllm") or "1"  # if there is none, the start reports it
     if torch.cuda.device_count():
         return "it is for CPUs so far; use false"
     if versions.numbers(found)[:2] != (0, 32):
         return f"it calls operations of vLLM 0.32, and this is {found}; use false"
     if not matched.supports(hf):
         return f"a {hf.architectures[0]} has layers whose operations in vLLM are not matched; use false"
+
+    # Both sides must compute the same function, with sums in the same order.
     if r.tp != p.tp:
         return f"rollout.tp={r.tp} and parallel.tp={p.tp} add up other parts of each product; set them alike"
     if cfg.algo.correction != "none":
         return f"algo.correction={cfg.algo.correction} weighs a difference that is 0 then; use none"
+
     options = {f"rollout.vllm.{name}": r.vllm.get(name) for name in VLLM_OPTIONS}
     options |= {f"megatron.{name}": cfg.megatron.get(name) for name in MEGATRON_OPTIONS}
     for key, value in options.items():
         if value:
             return f"{key}={value} makes the two compute different functions; leave it out"
+
+    # A bound is of no use if nothing may differ.
     for key in BOUNDS:
-        if getattr(r, key) is not None:
-            return f"rollout.{key}={getattr(r, key)} allows a difference; leave it out"
+        bound = getattr(r, key)
+        if bound is not None:
+            return f"rollout.{key}={bound} allows a difference; leave it out"
     return why_not_here(cfg, hf)
 
 
 def why_costly(hf) -> str | None:
-    """Why equal bits would cost more than a tenth of a step, so that they are on only where asked for."""
+    """Why equal bits would cost more than a tenth of a step, so that they are on by model.match_engine=true alone."""
     if bridge.is_moe(hf):
         return "experts are computed twice for it; model.match_engine=true does so"
     if torch.get_num_threads() > 1:
@@ -84,33 +94,35 @@ def why_costly(hf) -> str | None:
 # ---------------------------------------------------------------- this machine
 
 
-def why_not_here(cfg: Config, hf) -> str | None:
-    """What of this CPU, or of vLLM's build, stands against it; None where a few of their operations agree."""
+def why_not_here(cfg, hf) -> str | None:
+    """What of this CPU, or of vLLM's build, stands against it. None if a few of their operations agree."""
     if not torch.cpu._is_avx512_supported():
         return "it needs AVX-512, which this CPU lacks; use false"
     if cfg.model.dtype == "bf16" and not torch.cpu._is_avx512_bf16_supported():
         return "model.dtype=bf16 needs AVX-512 BF16 for it, which this CPU lacks; use fp32, or false"
-    dtype = bridge.DTYPES[cfg.model.dtype]
+
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        differs = first_that_differs(hf, cfg.parallel.tp, dtype)
+        differs = first_that_differs(hf, cfg.parallel.tp, bridge.DTYPES[cfg.model.dtype])
     except (AttributeError, ImportError, RuntimeError) as error:
         return f"an operation of vLLM is not as it was ({' '.join(str(error).split())[:120]}); use false"
     finally:
         torch.set_num_threads(threads)
+
     return differs and f"on this CPU {differs} depends on what else is in a batch; use false"
 
 
 def first_that_differs(hf, tp: int, dtype: torch.dtype) -> str | None:
-    """The operation whose bits depend on the number of rows, or differ between trainer and vLLM; None: none of them."""
+    """The first operation whose bits depend on the number of rows, or differ between trainer and vLLM, or None."""
     from vllm import _custom_ops as ops
 
     random = torch.Generator().manual_seed(0)
 
-    def normal(*shape: int) -> torch.Tensor:
+    def normal(*shape: int):
         return torch.randn(*shape, generator=random).to(dtype)
 
+    # Products: a few rows alone, and the same rows among 300.
     heads, kv_heads = hf.num_attention_heads // tp, max(hf.num_key_value_heads // tp, 1)
     d = bridge.head_dim(hf)
     ffn = getattr(hf, "intermediate_size", None) or bridge.expert_width(hf)
@@ -118,22 +130,25 @@ def first_that_differs(hf, tp: int, dtype: torch.dtype) -> str | None:
         x, weight = normal(300, width), normal(512, width)
         theirs = weight_times(ops, weight, x)
         for rows in (1, ROWS, 7, 33, 100, 300):
+            own = product(x[:rows], weight)
             few = weight_times(ops, weight, x[: max(rows, ROWS)])[:rows]
-            if not (torch.equal(product(x[:rows], weight), theirs[:rows]) and torch.equal(few, theirs[:rows])):
+            if not (own.equal(theirs[:rows]) and few.equal(theirs[:rows])):
                 return f"a product over {width} numbers"
 
-    # A prompt at once, its last part with the rest cached, and its last tokens one by one, as vLLM decodes them.
+    # Attention: a prompt at once, its last part with the rest cached, and its last tokens one by one, as vLLM decodes.
     tokens = 1300
     query, key, value = normal(tokens, heads, d), normal(tokens, kv_heads, d), normal(tokens, kv_heads, d)
 
-    def attend(first: int, last: int) -> torch.Tensor:
+    def attend(first: int, last: int):
         segments = Segments.of(np.array([last]), np.array([last - first]), None, query.device)
         return matched.Attention.apply(query[first:last], key[:last], value[:last], segments)
 
     whole = attend(0, tokens)
-    parts = [attend(1024, tokens), *(attend(n, n + 1) for n in range(tokens - 8, tokens))]
-    if not torch.equal(parts[0], whole[1024:]) or not torch.equal(torch.cat(parts[1:]), whole[-8:]):
+    decoded = torch.cat([attend(n, n + 1) for n in range(tokens - 8, tokens)])
+    if not (attend(1024, tokens).equal(whole[1024:]) and decoded.equal(whole[-8:])):
         return "attention"
+
+    # Equal bits could be equally wrong: the formula must give the same within rounding.
     lengths = np.array([tokens])
     exact = attend_padded(query, key, value, Segments.of(lengths, lengths, None, query.device))
     return None if torch.allclose(whole.float(), exact.float(), atol=0.05, rtol=0.05) else "attention"

@@ -1,4 +1,4 @@
-"""What a failure of a machine means for the run, and which keys to turn where memory is short."""
+"""What a failure of a machine means for the run, and which keys to turn if memory is short."""
 
 import errno
 import shutil
@@ -38,7 +38,8 @@ HOST_MEMORY = [
 OTHERS = "end what else uses this GPU (nvidia-smi shows it)"
 NO_CACHE = "No available memory for the cache blocks"
 NO_STATES = "exceeds available Mamba cache"
-VLLM_MEMORY = {  # what vLLM says where memory is short → what to turn; it has a budget of its own, whatever the phase
+# What vLLM says if memory is short → what to turn. It has a budget of its own, whatever the phase.
+VLLM_MEMORY = {
     NO_CACHE: [MORE, "rollout.tp up", "rollout.vllm.max_num_batched_tokens down"],
     NO_STATES: [FEWER, MORE, "rollout.tp up"],  # states of linear attention
     "larger than the available KV cache": [
@@ -58,7 +59,7 @@ LOST_WORDS = ("onnection", "remote process exited", "network error")  # of gloo 
 
 
 def lost_rank(error: Exception) -> str | None:
-    """What an error means if it comes from a lost connection; else None."""
+    """What an error means if it comes from a lost connection, else None."""
     if not isinstance(error, RuntimeError) or not any(word in str(error) for word in LOST_WORDS):
         return None
     text = str(error).splitlines()[0]
@@ -69,12 +70,15 @@ DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE)
 
 
 def disk_error(error: Exception, folder: Path) -> str | None:
-    """What an error means if a small file cannot be written to output_dir (torch raises no OSError then); else None."""
+    """What an error means if output_dir cannot be written to, else None. torch raises no OSError for it."""
     known = getattr(error, "errno", None) in DISK_ERRORS or "I/O error" in str(error)
     reason = error if known else files.try_to_write(folder)
-    return reason and (
-        f"a file could not be written: {reason}; the disk of output_dir={folder} has "
-        f"{gib(shutil.disk_usage(files.nearest_existing(folder)).free)} free. Make room, then go on with resume=auto"
+    if not reason:
+        return None
+    free = gib(shutil.disk_usage(files.nearest_existing(folder)).free)
+    return (
+        f"a file could not be written: {reason}; the disk of output_dir={folder} has {free} free. Make room, then go "
+        "on with resume=auto"
     )
 
 
@@ -83,19 +87,20 @@ HOST_WORDS = ("DefaultCPUAllocator", "Cannot allocate memory")
 
 
 def out_of_memory(phase: str, error: BaseException) -> str | None:
-    """What an error in a phase means for the configuration, where memory of GPU or host was short; else None.
+    """What an error in a phase means for the configuration if memory of GPU or host was short, else None.
 
     An unknown phase counts as "build". Such errors have no class in common: vLLM raises ValueError and RuntimeError.
     """
     text = str(error)
-    vllm = next((keys for words, keys in VLLM_MEMORY.items() if words in text), None)
+    of_vllm = [keys for words, keys in VLLM_MEMORY.items() if words in text]
     if isinstance(error, MemoryError) or any(words in text for words in HOST_WORDS):
         kind, turn = f"host memory, of which {gib(host_free_bytes())} are free", HOST_MEMORY
-    elif vllm is not None:
-        kind, turn = "memory for vLLM", vllm
+    elif of_vllm:
+        kind, turn = "memory for vLLM", of_vllm[0]
     elif isinstance(error, torch.OutOfMemoryError) or any(words in text for words in GPU_WORDS):
         kind, turn = "GPU memory", MEMORY.get(phase, MEMORY["build"])
     else:
         return None
+
     reason = (text or type(error).__name__).splitlines()[0]
     return f"out of {kind}: {reason}\n  turn one of: {'; '.join(turn)}"

@@ -1,6 +1,6 @@
 """What only the machines of a run can tell: torchrun, GPUs, disk, host memory, and whether ranks reach each other.
 
-Each check comes before weights are loaded and raises UserError; a failure between ranks is a RankError.
+Each check runs before weights are loaded and raises UserError. A failure between ranks is a RankError.
 """
 
 import os
@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from config import Config, RankError, UserError
+from config import RankError, UserError
 from grpo.parts.base import files, hf_folder, memory, ranks, versions
 from grpo.parts.base.read_config import dotted_items
 from grpo.parts.base.require import require
@@ -27,63 +27,66 @@ GROUP_CHECK_S = 120.0  # for the first all-reduce of a process group
 ON_GPUS_ONLY = ("quantization", "enable_expert_parallel", "enable_sleep_mode", "enable_chunked_prefill")
 
 
-def check_start(cfg: Config) -> None:
-    """Check what a dry run need not have: torchrun, and a GPU for each of its processes. Raises UserError."""
+def check_start(cfg):
+    """What a dry run does without: torchrun, and a GPU for each of its processes."""
     missing = [name for name in OF_TORCHRUN if name not in os.environ]
     require(
         not missing,
         "start with torchrun --nproc_per_node=N train_grpo.py ..., or add --dry-run to check only; "
         f"{', '.join(missing)} are not set; docs/train_grpo.sbatch is for Slurm",
     )
+
     if torch.cuda.is_available():
         check_gpus(cfg)
     else:
         check_without_gpu(cfg)
 
 
-def check_gpus(cfg: Config) -> None:
-    """UserError unless each process here has a GPU that can do what is asked, and Triton what it compiles with."""
+def check_gpus(cfg):
+    """Each process here has a GPU that can do what the run needs, and Triton has what it compiles with."""
     local = int(os.environ["LOCAL_WORLD_SIZE"])
     gpus = torch.cuda.device_count()
-    if local > gpus:
-        machine = "1 GPU" if gpus == 1 else f"{gpus} GPUs"
-        message = f"--nproc_per_node={local}, but this machine has {machine}: one process a GPU"
-        if "SLURM_PROCID" in os.environ:
-            message += "; if srun binds GPUs to tasks, add --gpu-bind=none to it"
-        if "MIG" in torch.cuda.get_device_name(0):
-            message += f"; with MIG {versions.MIG_REMEDY}"
-        raise UserError(message)
-    if cfg.rollout.exact and torch.cuda.get_device_capability() < (9, 0):
-        raise UserError(
-            "rollout.exact=true needs GPUs of compute capability 9.0: below, vLLM puts matrix products without a "
-            f"gradient under all of this process; this is {torch.cuda.get_device_name(0)}: use rollout.exact=false"
-        )
+    require(
+        local <= gpus,
+        f"--nproc_per_node={local}, but this process sees {gpus} GPU(s), and each needs one. If srun binds GPUs to "
+        f"tasks, add --gpu-bind=none to it; with MIG use {versions.MIG_REMEDY}",
+    )
+
+    require(
+        not cfg.rollout.exact or torch.cuda.get_device_capability() >= (9, 0),
+        "rollout.exact=true needs GPUs of compute capability 9.0: below, vLLM replaces matrix products without a "
+        f"gradient in all of this process; this is {torch.cuda.get_device_name(0)}: use rollout.exact=false",
+    )
+
     missing = [name for name, path in versions.build_tools().items() if path is None]
     require(not missing, f"no {', no '.join(missing)}, which vLLM's kernels need. {versions.BUILD_TOOLS_REMEDY}")
 
 
-def check_without_gpu(cfg: Config) -> None:
-    """UserError if a GPU is left unused (but with vLLM for CPUs), a library is missing, or a key needs a GPU."""
+def check_without_gpu(cfg):
+    """No GPU is left unused by mistake (vLLM for CPUs means it is not), no library is missing, no key needs a GPU."""
     require(
         versions.driver() is None or versions.version_of("vllm") is None,
         "torch sees no GPU, though NVIDIA's driver and vLLM for GPUs are here: python -m tools.doctor says why",
     )
+
     missing = versions.missing_libraries()
     require(missing is None, missing)
-    asked = [f"rollout.vllm.{name}={cfg.rollout.vllm[name]}" for name in ON_GPUS_ONLY if cfg.rollout.vllm.get(name)]
-    require(not asked, f"{', '.join(asked)}: works on GPUs only, and there is no GPU here; leave it out")
+
+    for name in ON_GPUS_ONLY:
+        value = cfg.rollout.vllm.get(name)
+        require(not value, f"rollout.vllm.{name}={value}: works on GPUs only, and there is no GPU here; leave it out")
 
 
-def check_ranks(config: dict, key: str, data: str) -> None:
-    """Raises UserError, on every rank, if configuration, data or code differ between ranks: what differs, and where.
+def check_ranks(config: dict, key: str, data: str):
+    """Configuration, data and code are the same on all ranks. The error, on every rank, says what differs and where.
 
-    `config` is {section: {key: value}}; `data` is the fingerprint of the prompts of `key`, which files of another
-    machine, or a function, may change. Prints which ranks are on which of several machines.
+    `config` is {section: {key: value}}. `data` is the fingerprint of the prompts of `key`: another machine may have
+    other files, or a function may change them. Prints which ranks are on which of several machines.
     """
     further = {f"prompts of {key}": data, "commit": versions.versions()["commit"]}
     own = {name: str(value) for name, value in dotted_items(config | further)}
     machines, tables = zip(*ranks.gather((socket.gethostname(), own)), strict=True)
-    others = [table for table in tables if table != tables[0]]
+
     lines = []
     for name in dict.fromkeys(name for table in tables for name in table):
         values = [table.get(name, "not set") for table in tables]
@@ -91,17 +94,19 @@ def check_ranks(config: dict, key: str, data: str) -> None:
             lines.append(f"  {name}: {ranks.describe(values, machines)}")
     require(
         not lines,
-        f"{len(others)} of {len(tables)} ranks have another configuration than rank 0; start every machine "
-        "with the same files and overrides:\n" + "\n".join(lines),
+        "the ranks have different configurations; start every machine with the same files and overrides:\n"
+        + "\n".join(lines),
     )
+
     if dist.get_rank() == 0 and len(set(machines)) > 1:
         print(f"machines: {ranks.describe(machines)}", flush=True)
 
 
-def check_first_host(cfg: Config) -> None:
-    """Check versions (a warning), the output folder, and the room on its disk. Raises UserError."""
+def check_first_host(cfg):
+    """Versions (a warning), the output folder, and the room on its disk."""
     for warning in versions.check_versions():
         print(f"warning: {warning}", flush=True)
+
     folder = Path(cfg.output_dir)
     check_writable(folder)
     free = shutil.disk_usage(files.nearest_existing(folder)).free
@@ -113,18 +118,18 @@ def check_first_host(cfg: Config) -> None:
     )
 
 
-def check_writable(folder: Path) -> None:
-    """Raises UserError if no file can be written in `folder`, or in the nearest folder above that exists."""
+def check_writable(folder: Path):
+    """Files can be written in `folder`, or in the nearest folder above it that exists."""
     error = files.try_to_write(folder)
-    require(
-        error is None,
-        f"output_dir={folder}: cannot write in {files.nearest_existing(folder)} ({error and error.strerror}); choose "
-        "an output_dir that this user may write to, on a disk with room",
-    )
+    if error:
+        raise UserError(
+            f"output_dir={folder}: cannot write in {files.nearest_existing(folder)} ({error.strerror}); choose an "
+            "output_dir that this user may write to, on a disk with room"
+        )
 
 
-def check_host_memory(cfg: Config) -> None:
-    """Warn where this machine has too little memory for its ranks."""
+def check_host_memory(cfg):
+    """A warning if this machine has too little memory for its ranks."""
     weights = hf_folder.count_weights(cfg.model.path)
     other = teacher.another(cfg)
     of_teacher = hf_folder.count_weights(other) if other else 0
@@ -133,16 +138,17 @@ def check_host_memory(cfg: Config) -> None:
     needed = local * costs.host_bytes(cfg, weights, dist.get_world_size(), on_gpu, of_teacher)
     free = memory.host_free_bytes()
     if needed > free:
-        held = f"{local} rank(s) on this machine will hold about {gib(needed)} of host memory, {gib(free)} are free"
-        killed = "the system may kill them without a word (torchrun's exitcode -9)"
-        ranks.say(f"warning: {held}: {killed}. {'; '.join(HOST_MEMORY)}")
+        ranks.say(
+            f"warning: {local} rank(s) on this machine will hold about {gib(needed)} of host memory, {gib(free)} are "
+            f"free: the system may kill them without a word (torchrun's exitcode -9). {'; '.join(HOST_MEMORY)}"
+        )
 
 
-def check_groups(groups: dict[str, dist.ProcessGroup | None], timeout_s: float) -> None:
-    """One all-reduce in each process group, on all ranks in the same order; None where this rank is in no such group.
+def check_groups(groups: dict[str, dist.ProcessGroup | None], timeout_s: float):
+    """One all-reduce in each process group, on all ranks in the same order. A group is None if this rank is not in it.
 
-    RankError for one that fails, gives a wrong sum or takes more than `timeout_s`. Where it is one of GPUs, leave with
-    os._exit then: a thread may still hang in it.
+    Raises RankError if an all-reduce fails, gives a wrong sum or takes more than `timeout_s`. If the group is one of
+    GPUs, the caller must leave with os._exit, since a thread may still hang in the all-reduce.
     """
     for name, group in groups.items():
         problem = group and try_all_reduce(group, timeout_s)
@@ -156,12 +162,12 @@ def check_groups(groups: dict[str, dist.ProcessGroup | None], timeout_s: float) 
 
 
 def try_all_reduce(group: dist.ProcessGroup, timeout_s: float) -> str | None:
-    """What is wrong with an all-reduce in a group; None where it gives the sum."""
+    """What is wrong with an all-reduce in a group. None if it gives the sum."""
     on_gpu = torch.cuda.is_available() and "nccl" in str(dist.get_backend_config(group))
     value = torch.tensor([dist.get_rank() + 1], device="cuda" if on_gpu else "cpu")
     outcome = []  # the sum, or an error
 
-    def reduce() -> None:
+    def reduce():
         try:
             dist.all_reduce(value, group=group, async_op=True).wait(timedelta(seconds=timeout_s))
             outcome.append(value.item())
@@ -171,6 +177,7 @@ def try_all_reduce(group: dist.ProcessGroup, timeout_s: float) -> str | None:
     thread = threading.Thread(target=reduce, daemon=True)  # NCCL connects inside the call, before its timeout counts
     thread.start()
     thread.join(timeout_s + 1)
+
     expected = sum(rank + 1 for rank in dist.get_process_group_ranks(group))
     if not outcome or "timed out" in str(outcome[0]):
         return f"did not finish within {timeout_s:g} s"

@@ -1,16 +1,15 @@
-"""Plan the memory of a run, phase by phase, before anything is built; config.json of the model is enough.
+"""Plan the memory of a run, phase by phase, before anything is built. The config.json of the model is enough.
 
-`--dry-run` of train_grpo.py runs it. What a rank holds is counted to the byte: Megatron's own model, buffers and
+`--dry-run` of train_grpo.py runs it. What a rank keeps is counted to the byte: Megatron's own model, buffers and
 distributed optimizer are built on torch's meta device, where tensors take no memory, in a fake process group. Transient
-memory follows from formulas, RESERVE stands for what has none. Sizes are bytes until they
-are printed. docs/dev/memory-plan.md is about it.
+memory follows from formulas, and RESERVE stands for what has none. Sizes are bytes until they are printed.
+docs/dev/memory-plan.md is about it.
 """
 
 import contextlib
 import math
 import warnings
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +18,7 @@ import transformers
 from torch.overrides import TorchFunctionMode
 
 import megatron_bridge as bridge
-from config import Config, LoraConfig, ParallelConfig, UserError
+from config import LoraConfig, ParallelConfig, UserError
 from grpo.parts.base.hf_folder import read_config
 from grpo.parts.model.gated_delta import CHUNK, linear_sizes
 from grpo.parts.model.head import LOGITS_CHUNK
@@ -31,42 +30,238 @@ from grpo.run.preflight.explain import MEMORY, NO_CACHE, NO_STATES, VLLM_MEMORY
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 GB = 10**9
-GPU_BYTES = 80 * GB  # where there is no GPU to ask
+GPU_BYTES = 80 * GB  # if there is no GPU to ask
 RESERVE = 0.1  # of a GPU, for CUDA, NCCL and cuBLAS, vLLM's CUDA graphs and fragments: assumed, not measured
 META = torch.device("meta")
 LOGIT = 12  # bytes for each logit of a chunk at the peak without Triton; its gradient is written over it
 BLOCK = 16  # tokens of a block of vLLM's KV cache, or a multiple
 
-# ---------------------------------------------------------------- what a rank holds, to the byte
-
 
 @dataclass(frozen=True)
 class Held:
-    """What one rank holds on its GPU, in bytes, and what follows from its weights."""
+    """What one rank keeps on its GPU, in bytes, and what follows from its weights."""
 
     gpu: dict[str, int]  # kind of `costs` → bytes while it is on the GPU; with the padding of Megatron's buffers
-    frozen: int  # of the weights, those beside the adapters, which are in no buffer
+    frozen: int  # weights beside the adapters, which are in no buffer
     update: int  # what Adam allocates while it steps: one fp32 element for each weight that it steps on the GPU
     push: int  # peak of one bucket on its way to vLLM
     export: int  # the same, to an export
-    merged: (
-        int  # peak of adding adapters to weights (grpo/parts/model/lora.py): one in fp32, all that it joins as it is
-    )
+    merged: int  # peak of adding adapters to weights (grpo/parts/model/lora.py): one in fp32, all that it joins as is
     largest: int  # elements of the largest weight that is trained
 
 
-class OnMeta(TorchFunctionMode):
-    """Wherever code names a device, it is the meta device."""
+@dataclass(frozen=True)
+class Sampling:
+    """vLLM's part of a GPU, in bytes, and the tokens that fit its cache."""
 
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        kwargs = dict(kwargs or {})
-        if kwargs.get("device") is not None:
-            kwargs["device"] = META
-        return function(*(META if isinstance(value, torch.device) else value for value in args), **kwargs)
+    weights: int  # and the tables of its sampler, which sleep and wake with them
+    work: int  # of a forward pass: the largest batch in one layer, logits of all its sequences three times in fp32
+    cache: int
+    loading: int  # while a push loads weights: a whole layer as it was pushed, and its shard of it once more
+    tokens: int  # in the cache of an engine
+    sequences: int  # of the longest possible, at once
+    stateless: int  # of the sequences that it would run at once, those without room for states of linear attention
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run will take of a GPU of `gpu` bytes."""
+
+    gpu: int
+    phases: dict[str, dict[str, int]]  # phase → {what: bytes}, of the stage that takes most then
+    stage: dict[str, int]  # phase → that stage
+    sampling: Sampling
+    host: int  # bytes of a rank
+
+
+# ---------------------------------------------------------------- the plan
+
+
+def report(cfg, world_size, gpu_gb: float | None) -> str | None:
+    """Print the plan for a GPU of `gpu_gb` · 10⁹ bytes; returns its `shortage`. Raises UserError."""
+    found = plan(cfg, world_size, gpu_bytes(gpu_gb))
+    print(describe(cfg, world_size, found), flush=True)
+    return shortage(cfg, found)
+
+
+def gpu_bytes(gb: float | None) -> int:
+    """`gb` in bytes. None means this machine's GPU, or GPU_BYTES without one. Raises UserError."""
+    if gb is None:
+        return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else GPU_BYTES
+    if not 0 < gb < math.inf:
+        raise UserError(f"--gpu-memory-gb={gb}: must be above 0")
+    return int(gb * GB)
+
+
+def plan(cfg, world_size, gpu: int) -> Plan:
+    """The plan of a run on `world_size` ranks with a GPU of `gpu` bytes each."""
+    hf = read_config(cfg.model.path)
+    r, pp = cfg.rollout, cfg.parallel.pp
+
+    # Of the inner stages with the same kinds of layers, the first keeps most.
+    inner = {}
+    for stage, chunks in enumerate(split_layers(hf, cfg)):
+        kinds = str([[bridge.has_linear_attention(hf, layer) for layer in chunk] for chunk in chunks])
+        if 0 < stage < pp - 1:
+            inner.setdefault(kinds, stage)
+    stages = sorted({0, *inner.values(), pp - 1})
+
+    held = {stage: count(cfg, world_size, stage * world_size // pp) for stage in stages}
+    weights = count_weights(cfg.model.path)
+    vllm = plan_sampling(hf, cfg, weights, gpu, r.prompts_per_step * r.group_size * r.tp // world_size)
+
+    # In each phase, the stage that takes most counts.
+    table = {stage: stage_phases(hf, cfg, world_size, stage, held[stage], vllm, gpu) for stage in stages}
+    largest = {phase: max(stages, key=lambda stage: total(table[stage][phase])) for phase in table[0]}
+    phases = {phase: table[stage][phase] for phase, stage in largest.items()}
+
+    teacher = count_weights(cfg.algo.teacher) if "teacher" in costs(cfg, world_size) else 0
+    host = host_bytes(cfg, weights, world_size, on_gpu=True, teacher=teacher)
+    return Plan(gpu, phases, largest, vllm, host)
+
+
+def stage_phases(hf, cfg, world_size, stage: int, held: Held, vllm: Sampling, gpu: int) -> dict[str, dict[str, int]]:
+    """{phase: {what: bytes}} of a pipeline stage: what it keeps, and what comes and goes.
+
+    If a phase has several moments, such as layers and head, or backward pass and optimizer step, the largest counts.
+    """
+    t = cfg.train
+    state = {phase: held_in(phase, held, cfg, world_size) for phase in PHASES}
+    merged = {"merged": held.merged} if held.merged else {}
+
+    # The head is on the last stage.
+    train_head, score_head = 0, 0
+    if stage == cfg.parallel.pp - 1:
+        train_head = head_bytes(hf, cfg, t.max_tokens_per_micro_batch)
+        score_head = head_bytes(hf, cfg, t.logprob_max_tokens_per_micro_batch)
+
+    # Training keeps the activations of all layers, scoring those of one.
+    kept, within = activation_bytes(hf, cfg, stage)
+    backward = max({"activations": kept, "log-probs": train_head}, {"activations": kept + within} | merged, key=total)
+    layer = max(map(total, stage_elements(hf, cfg, stage)), default=0)
+    row = t.logprob_max_tokens_per_micro_batch // cfg.parallel.cp
+    scoring = {"activations": int(layer * row * item_size(cfg))} | merged
+
+    # While Megatron fills its buffers, weights are there twice.
+    filling = {"weights": 2 * held.gpu["weights"] - held.frozen, "gradients": held.gpu["gradients"]}
+    share = int(cfg.rollout.gpu_memory_utilization * gpu)
+    phases = {
+        "build": max(state["build"], filling, key=total),
+        "rollout": state["rollout"] | {"vLLM": share},
+        "logprob": state["logprob"] | max(scoring, {"log-probs": score_head}, key=total),
+        "train": max(state["train"] | backward, state["update"] | {"update": held.update}, key=total),
+        "sync": state["sync"] | {"vLLM": vllm.weights + vllm.loading, "bucket": held.push},
+        "save": state["save"] | {"vLLM": share, "copies": max(4 * held.largest, held.export)},
+    }
+    return {phase: parts | {"reserve": int(RESERVE * gpu)} for phase, parts in phases.items()}
+
+
+def held_in(phase: str, held: Held, cfg, world_size) -> dict[str, int]:
+    """{kind: bytes} of weights and state on the GPU in a phase. Of kinds that wait on the host, only the largest."""
+    table = costs(cfg, world_size)
+    there = {kind: size for kind, size in held.gpu.items() if size and phase in table[kind].phases}
+    waiting = [kind for kind in there if table[kind].waits]
+    largest = max(waiting, key=held.gpu.get, default=None)
+    return {kind: size for kind, size in there.items() if kind == largest or kind not in waiting}
+
+
+def total(parts: dict[str, int]) -> int:
+    return sum(parts.values())
+
+
+def describe(cfg, world_size, found: Plan) -> str:
+    """The plan in words: a line for each phase, then vLLM's share and the host."""
+    vllm, r = found.sampling, cfg.rollout
+    lines = [f"memory:  of a GPU of {found.gpu / GB:.1f} GB (10⁹ bytes), by phase"]
+    for phase, parts in found.phases.items():
+        terms = [f"{what} {value / GB:.1f}" for what, value in parts.items() if value >= GB / 20]
+        line = f"{phase:>8s} {' + '.join(terms)} = {total(parts) / GB:.1f}"
+        if cfg.parallel.pp > 1:
+            line += f" on stage {found.stage[phase] + 1} of {cfg.parallel.pp}"
+        lines.append(line)
+
+    samples = r.prompts_per_step * r.group_size * r.tp // world_size
+    lines.append(
+        f"    vLLM weights {vllm.weights / GB:.1f} + work {vllm.work / GB:.1f} + cache {vllm.cache / GB:.1f}: "
+        f"{vllm.tokens} tokens an engine, {vllm.sequences} samples of {configuration.longest_sample(cfg)} at once "
+        f"of the {samples} in a step"
+    )
+    lines.append(f"    host {found.host / GB:.1f} a rank")
+    return "\n".join(lines)
+
+
+def shortage(cfg, found: Plan) -> str | None:
+    """What of a plan does not fit, and what to turn. None if all fits."""
+    lines = []
+    over = {phase: total(parts) - found.gpu for phase, parts in found.phases.items() if total(parts) > found.gpu}
+    if over:
+        sizes = ", ".join(f"{phase} by {max(size / GB, 0.1):.1f} GB" for phase, size in over.items())
+        lines.append(f"the plan does not fit a GPU of {found.gpu / GB:.1f} GB: {sizes}")
+        lines += [f"  {phase}: turn one of {'; '.join(MEMORY[phase])}" for phase in over]
+
+    if found.sampling.stateless:
+        lines.append(
+            "vLLM's share of the GPU has no room for the states of linear attention of "
+            f"{found.sampling.stateless} of the sequences that it would run at once\n"
+            f"  turn one of {'; '.join(VLLM_MEMORY[NO_STATES])}"
+        )
+    if found.sampling.sequences == 0:
+        lines.append(
+            f"vLLM's share of the GPU has no room for one sample of {configuration.longest_sample(cfg)} tokens\n"
+            f"  turn one of {'; '.join(VLLM_MEMORY[NO_CACHE])}"
+        )
+    return "\n".join(lines) or None
+
+
+# ---------------------------------------------------------------- what a rank keeps, to the byte
+
+
+def count(cfg, world_size, rank: int) -> Held:
+    """What `rank` of `world_size` will keep. Must be called without a process group, and needs none."""
+    table = costs(cfg, world_size)
+    with fake_process_groups(cfg.parallel, world_size, rank, cfg.seed):
+        model = build_on_meta(cfg.model.path, cfg, cfg.lora)
+        hf = model[0].hf_config
+        own = bridge.named_weights(model)
+        trained = bridge.named_weights(model, factors=True) or own
+        frozen = 0 if trained is own else sum(weight.nbytes for weight in own.values())
+
+        # The weights that this rank's share of the optimizer steps.
+        buffers = [buffer for chunk in model for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+        stepped = 0
+        for buffer in buffers:
+            for buckets in DistributedOptimizer._build_gbuf_range_map(buffer).values():
+                for bucket in buckets:
+                    stepped += sum(ranges["param"].size for ranges in bucket["param_map"].values())
+
+        gpu = {
+            "weights": sum(buffer.param_data.nbytes for buffer in buffers) + frozen,
+            "gradients": sum(buffer.grad_data.nbytes for buffer in buffers),
+            "optimizer": int(stepped * table["optimizer"].gpu),
+        }
+        if "reference" in table:
+            gpu["reference"] = sum(weight.nbytes for weight in bridge.copy_weights(model))
+        if "teacher" in table:
+            teacher = build_on_meta(cfg.algo.teacher, cfg, None)
+            gpu["teacher"] = sum(weight.nbytes for chunk in teacher for weight in chunk.parameters())
+
+        merged = Counter()  # (weight, bytes of it in fp32) → bytes that are joined; of experts all of a layer are
+        for name, weight in own.items():
+            if hasattr(weight, "adapter"):
+                merged[bridge.EXPERT.sub("", name), 4 * weight.numel()] += weight.nbytes
+        return Held(
+            gpu=gpu,
+            frozen=frozen,
+            update=int(4 * stepped * (1 - host_stepped(cfg))),
+            push=push_bytes(own, hf, cfg.rollout.sync_bucket_mb << 20, item_size(cfg)),
+            export=push_bytes(own, hf, bridge.BUCKET_BYTES, item_size(cfg)),
+            merged=max((joined + fp32 for (_, fp32), joined in merged.items()), default=0),
+            largest=max(weight.numel() for weight in trained.values()),
+        )
 
 
 @contextlib.contextmanager
-def fake_process_groups(parallel: ParallelConfig, world_size: int, rank: int, seed: int = 0) -> Iterator[None]:
+def fake_process_groups(parallel: ParallelConfig, world_size, rank: int, seed: int):
     """Make this process `rank` of a fake process group of `world_size`, with Megatron's groups; nothing is sent."""
     level = dist.get_debug_level()
     dist.set_debug_level(dist.DebugLevel.OFF)  # DETAIL wraps every group in one that connects
@@ -81,51 +276,22 @@ def fake_process_groups(parallel: ParallelConfig, world_size: int, rank: int, se
         dist.set_debug_level(level)
 
 
-def build_on_meta(path: str, cfg: Config, adapters: LoraConfig | None) -> list:
+class OnMeta(TorchFunctionMode):
+    """Wherever code names a device, it is the meta device."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if kwargs.get("device") is not None:
+            kwargs["device"] = META
+        return function(*(META if isinstance(value, torch.device) else value for value in args), **kwargs)
+
+
+def build_on_meta(path: str, cfg, adapters: LoraConfig | None) -> list:
     """The chunks of the model of `path` that this rank of a fake process group holds, without memory or weights."""
-    extra = {**cfg.megatron, "perform_initialization": False}
+    extra = cfg.megatron | {"perform_initialization": False}
     dtype = bridge.DTYPES[cfg.model.dtype]
     with META, OnMeta():
         return bridge.build_model(path, cfg.parallel, dtype, extra, weights=False, adapters=adapters)
-
-
-def count(cfg: Config, world_size: int, rank: int) -> Held:
-    """What `rank` of `world_size` will hold. Needs no process group, and must not find one."""
-    size = bridge.DTYPES[cfg.model.dtype].itemsize
-    table = costs(cfg, world_size)
-    with fake_process_groups(cfg.parallel, world_size, rank, cfg.seed):
-        model = build_on_meta(cfg.model.path, cfg, cfg.lora)
-        hf = model[0].hf_config
-        own = bridge.named_weights(model)
-        trained = bridge.named_weights(model, factors=True) or own
-        frozen = 0 if trained is own else sum(weight.nbytes for weight in own.values())
-        buffers = [buffer for chunk in model for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-        maps = [DistributedOptimizer._build_gbuf_range_map(buffer) for buffer in buffers]
-        buckets = [bucket for by_dtype in maps for several in by_dtype.values() for bucket in several]
-        stepped = sum(ranges["param"].size for bucket in buckets for ranges in bucket["param_map"].values())
-        gpu = {
-            "weights": sum(buffer.param_data.nbytes for buffer in buffers) + frozen,
-            "gradients": sum(buffer.grad_data.nbytes for buffer in buffers),
-            "optimizer": int(stepped * table["optimizer"].gpu),
-        }
-        if "reference" in table:
-            gpu["reference"] = sum(weight.nbytes for weight in bridge.copy_weights(model))
-        if "teacher" in table:
-            teacher = build_on_meta(cfg.algo.teacher, cfg, None)
-            gpu["teacher"] = sum(weight.nbytes for chunk in teacher for weight in chunk.parameters())
-        merged = Counter()
-        for name, weight in own.items():
-            if hasattr(weight, "adapter"):  # of experts all of a layer are computed with at once
-                merged[bridge.EXPERT.sub("", name), 4 * weight.numel()] += weight.nbytes
-        return Held(
-            gpu=gpu,
-            frozen=frozen,
-            update=int(4 * stepped * (1 - host_stepped(cfg))),
-            push=push_bytes(own, hf, cfg.rollout.sync_bucket_mb << 20, size),
-            export=push_bytes(own, hf, bridge.BUCKET_BYTES, size),
-            merged=max((together + fp32 for (_, fp32), together in merged.items()), default=0),
-            largest=max(weight.numel() for weight in trained.values()),
-        )
 
 
 def push_bytes(own: dict[str, torch.nn.Parameter], hf, limit: int, size: int) -> int:
@@ -134,96 +300,41 @@ def push_bytes(own: dict[str, torch.nn.Parameter], hf, limit: int, size: int) ->
     for _, names in bridge.buckets([{name: weight.shape for name, weight in own.items()}], hf, limit // size):
         part = [own[name].numel() for name in names]
         ranks, split = bridge.shard_group(names[0])
+        gathered = sum(part) * ranks.size()
         adapted = any(hasattr(own[name], "adapter") for name in names)
         parts = 2 if adapted else 1  # with the adapters added, and without
-        peak = max(peak, sum(part) * (ranks.size() + parts), sum(part) * ranks.size() + 2 * max(part) * split)
+        peak = max(peak, gathered + sum(part) * parts, gathered + 2 * max(part) * split)
     return peak * size
 
 
 def count_weights(path: str) -> int:
-    """Elements of a model's weights, by its config.json; a tied head is counted with the embedding."""
+    """Elements of a model's weights, by its config.json. A tied head is counted with the embedding."""
     with META:
         model = transformers.AutoModelForCausalLM.from_config(read_config(path))
     return sum(weight.numel() for weight in model.parameters())
 
 
+def item_size(cfg) -> int:
+    return bridge.DTYPES[cfg.model.dtype].itemsize
+
+
 # ---------------------------------------------------------------- transient memory of the trainer
 
 
-def layer_elements(hf, cfg: Config, layer: int) -> dict[str, float]:
-    """Elements that a layer keeps for its backward pass for each token of a rank's rows, by block."""
-    p = cfg.parallel
-    norms = 4 * residual(hf, p)  # input and output of two
-    is_linear = bridge.has_linear_attention(hf, layer)
-    elements = {"norms": norms, "attention": (linear_elements if is_linear else attention_elements)(hf, cfg)}
-    if not bridge.is_moe(hf):
-        return elements | {"mlp": 3 * hf.intermediate_size / p.tp}  # gate and up, their product
-    rows = hf.num_experts_per_tok * p.etp / p.tp  # of a token, spread evenly
-    shared = getattr(hf, "shared_expert_intermediate_size", None) or 0
-    elements["moe"] = rows * (hf.hidden_size + 4 * bridge.expert_width(hf) / p.etp)  # with the weighted product
-    return elements | {"shared_experts": 3 * shared / p.tp}
-
-
-def residual(hf, p: ParallelConfig) -> float:
-    """Numbers of the residual stream that a rank holds of a token."""
-    return hf.hidden_size / (p.tp if p.sp else 1)
-
-
-def attention_elements(hf, cfg: Config) -> float:
-    """Those of attention."""
-    p = cfg.parallel
-    width = bridge.head_dim(hf) / p.tp
-    q = hf.num_attention_heads * width
-    k = max(hf.num_key_value_heads, p.tp) * width
-    gathered = p.tp if p.tp > hf.num_key_value_heads else 1  # outputs of the projection that Megatron puts together
-    # These, queries and keys after RoPE, output of attention.
-    attention = gathered * (q + 2 * hf.num_key_value_heads * width) + 2 * q + k
-    if "self_attention.q_layernorm.weight" in bridge.FAMILIES[hf.architectures[0]]:
-        attention += q
-    if linear_sizes(hf)[0]:  # then it has a gate, whose sigmoid is fp32; and the product with it
-        attention += (2 + 4 / bridge.DTYPES[cfg.model.dtype].itemsize) * q
-    if cfg.model.dtype == "fp32" or not cfg.model.flash_attention:
-        attention += 2 * q + 2 * k  # padded copies; in bf16 FlashAttention takes packed rows on a GPU
-    if p.cp > 1:
-        attention += 2 * q + 2 * p.cp * k  # its all-to-all
-    return attention
-
-
-def linear_elements(hf, cfg: Config) -> float:
-    """Those of linear attention (GatedDeltaNet); in bf16 as fla's code has it, which was not measured on a GPU."""
-    _, heads, keys, values = (size / cfg.parallel.tp for size in linear_sizes(hf))
-    wide = 4 / bridge.DTYPES[cfg.model.dtype].itemsize
-    gated = (3 + 2 * wide) * values  # input and output of the norm, gate and its silu in fp32, their product
-    if cfg.model.dtype != "fp32":  # inputs of the convolution and of the rule, and the inverses of its systems
-        return gated + (2 * keys + values) + (2 * keys + values) + heads * CHUNK
-    d = hf.linear_key_head_dim  # of torch's rule keys are repeated; it keeps six matrices of a chunk, and its states
-    rule = 5 * heads * d + 3 * values + 6 * heads * CHUNK + values * d / CHUNK
-    return gated + 5 * (2 * keys + values) + 2 * keys + rule
-
-
-def stage_elements(hf, cfg: Config, stage: int) -> list[dict[str, float]]:
-    """`layer_elements` of the layers of a pipeline stage, of its chunk that keeps most."""
-    chunks = [[layer_elements(hf, cfg, layer) for layer in chunk] for chunk in split_layers(hf, cfg)[stage]]
-    return max(chunks, key=lambda layers: sum(map(total, layers)))
-
-
-def split_layers(hf, cfg: Config) -> list[list[range]]:
-    return bridge.stage_layers(
-        bridge.transformer_config(hf, cfg.parallel, bridge.DTYPES[cfg.model.dtype], cfg.megatron)
-    )
-
-
-def activation_bytes(hf, cfg: Config, stage: int) -> tuple[int, int]:
+def activation_bytes(hf, cfg, stage: int) -> tuple[int, int]:
     """(activations that a pipeline stage keeps for the backward pass, what is recomputed and its gradients within it).
 
-    Each micro-batch in flight keeps its own: on stage i of p these are p - i; with v chunks a stage, each 1 / v of a
-    micro-batch, 2 (p - i - 1) + (v - 1) p + 1 (arXiv 2104.04473). An update with fewer keeps less. Keys and values of
-    shared prompts, copied for each answer, are within: packing.COPY counts them as positions of the row.
+    Each micro-batch in flight keeps its own: p - i of them on stage i of p. With v chunks a stage, each 1 / v of a
+    micro-batch, there are 2 (p - i - 1) + (v - 1) p + 1 (arXiv 2104.04473). An update with fewer keeps less.
+
+    Keys and values of shared prompts, copied for each answer, are within: packing.COPY counts them as positions of the
+    row.
     """
     p = cfg.parallel
     in_flight = p.pp - stage
     if p.vpp > 1:
         in_flight = 2 * (p.pp - stage - 1) + (p.vpp - 1) * p.pp + 1
+
     layers = stage_elements(hf, cfg, stage)
     sizes = [*map(total, layers)]
     kept, within = sum(sizes), 0.0
@@ -232,212 +343,151 @@ def activation_bytes(hf, cfg: Config, stage: int) -> tuple[int, int]:
         blocks = cfg.megatron.get("recompute_modules") or []
         again = [sum(elements.get(block, 0.0) for block in blocks) for elements in layers]
         kept, within = kept - sum(again), max(again, default=0.0)
-    elif recompute == "full":  # of a group of layers, or of some layers, the input is kept
+    elif recompute == "full":  # only the input is kept of each group of layers, or of the first layers
         size = cfg.megatron.get("recompute_num_layers") or 1
         groups, others = [sizes[i : i + size] for i in range(0, len(sizes), size)], []
         if cfg.megatron.get("recompute_method") == "block":
             groups, others = [[layer] for layer in sizes[:size]], sizes[size:]
         kept = len(groups) * residual(hf, p) + sum(others)
         within = max(map(sum, groups), default=0.0)
-    within += max((max(elements.values()) for elements in layers), default=0.0)  # of its largest block
-    row = cfg.train.max_tokens_per_micro_batch // p.cp * bridge.DTYPES[cfg.model.dtype].itemsize
+
+    within += max((max(elements.values()) for elements in layers), default=0.0)  # gradients of its largest block
+    row = cfg.train.max_tokens_per_micro_batch // p.cp * item_size(cfg)
     return int(in_flight * kept * row), int(within * row)
 
 
-def head_bytes(hf, cfg: Config, tokens: int) -> int:
+def stage_elements(hf, cfg, stage: int) -> list[dict[str, float]]:
+    """`layer_elements` of the layers of a pipeline stage, of the chunk that keeps most."""
+    chunks = [[layer_elements(hf, cfg, layer) for layer in chunk] for chunk in split_layers(hf, cfg)[stage]]
+    return max(chunks, key=lambda layers: sum(map(total, layers)))
+
+
+def split_layers(hf, cfg) -> list[list[range]]:
+    return bridge.stage_layers(
+        bridge.transformer_config(hf, cfg.parallel, bridge.DTYPES[cfg.model.dtype], cfg.megatron)
+    )
+
+
+def layer_elements(hf, cfg, layer: int) -> dict[str, float]:
+    """Elements that a layer keeps for its backward pass, for each token of a rank's rows, by block."""
+    p = cfg.parallel
+    elements = {"norms": 4 * residual(hf, p)}  # input and output of two
+    if bridge.has_linear_attention(hf, layer):
+        elements["attention"] = linear_elements(hf, cfg)
+    else:
+        elements["attention"] = attention_elements(hf, cfg)
+
+    if bridge.is_moe(hf):
+        rows = hf.num_experts_per_tok * p.etp / p.tp  # of a token, spread evenly
+        shared = getattr(hf, "shared_expert_intermediate_size", None) or 0
+        elements["moe"] = rows * (hf.hidden_size + 4 * bridge.expert_width(hf) / p.etp)  # with the weighted product
+        elements["shared_experts"] = 3 * shared / p.tp
+    else:
+        elements["mlp"] = 3 * hf.intermediate_size / p.tp  # gate and up, their product
+    return elements
+
+
+def residual(hf, p: ParallelConfig) -> float:
+    """Numbers of the residual stream that a rank holds of a token."""
+    return hf.hidden_size / (p.tp if p.sp else 1)
+
+
+def attention_elements(hf, cfg) -> float:
+    """Elements that attention keeps for each token."""
+    p = cfg.parallel
+    width = bridge.head_dim(hf) / p.tp
+    q = hf.num_attention_heads * width
+    k = max(hf.num_key_value_heads, p.tp) * width
+    gathered = p.tp if p.tp > hf.num_key_value_heads else 1  # outputs of the projection that Megatron puts together
+
+    # Outputs of the projection, queries and keys after RoPE, output of attention.
+    attention = gathered * (q + 2 * hf.num_key_value_heads * width) + 2 * q + k
+    if "self_attention.q_layernorm.weight" in bridge.FAMILIES[hf.architectures[0]]:
+        attention += q
+    if linear_sizes(hf)[0]:  # then it has a gate, whose sigmoid is fp32; and the product with it
+        attention += (2 + 4 / item_size(cfg)) * q
+    if cfg.model.dtype == "fp32" or not cfg.model.flash_attention:
+        attention += 2 * q + 2 * k  # padded copies; in bf16 FlashAttention takes packed rows on a GPU
+    if p.cp > 1:
+        attention += 2 * q + 2 * p.cp * k  # its all-to-all
+    return attention
+
+
+def linear_elements(hf, cfg) -> float:
+    """Elements that linear attention (GatedDeltaNet) keeps; in bf16 by fla's code, not measured on a GPU."""
+    _, heads, keys, values = (size / cfg.parallel.tp for size in linear_sizes(hf))
+    wide = 4 / item_size(cfg)
+    gated = (3 + 2 * wide) * values  # input and output of the norm, gate and its silu in fp32, their product
+    if cfg.model.dtype != "fp32":  # inputs of the convolution and of the rule, and the inverses of its systems
+        return gated + (2 * keys + values) + (2 * keys + values) + heads * CHUNK
+
+    # torch's rule repeats keys, and keeps six matrices of a chunk, and its states.
+    rule = 5 * heads * hf.linear_key_head_dim + 3 * values + 6 * heads * CHUNK + values * hf.linear_key_head_dim / CHUNK
+    return gated + 5 * (2 * keys + values) + 2 * keys + rule
+
+
+def head_bytes(hf, cfg, tokens: int) -> int:
     """Peak of the log-probs of a row: hidden states gathered and selected, LOGIT bytes for each logit of a chunk."""
     tokens = tokens // cfg.parallel.cp
-    hidden = 4 * hf.hidden_size * bridge.DTYPES[cfg.model.dtype].itemsize
+    hidden = 4 * hf.hidden_size * item_size(cfg)
     return tokens * hidden + min(tokens, LOGITS_CHUNK) * hf.vocab_size // cfg.parallel.tp * LOGIT
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """vLLM's part of a GPU, in bytes, and the tokens that its cache holds."""
-
-    weights: int  # and the tables of its sampler, which sleep and wake with them
-    work: int  # of a forward pass: the largest batch in one layer, logits of all its sequences three times in fp32
-    cache: int
-    loading: int  # while a push loads weights: a whole layer as it was pushed, and its shard of it once more
-    tokens: int  # in the cache of an engine
-    sequences: int  # of the longest there can be, at once
-    stateless: int  # of the sequences that it would run at once, those without room for states of linear attention
+# ---------------------------------------------------------------- vLLM's part
 
 
-def plan_sampling(hf, cfg: Config, weights: int, gpu: int, samples: int) -> Sampling:
+def plan_sampling(hf, cfg, weights: int, gpu: int, samples: int) -> Sampling:
     """What vLLM does with its share of a GPU of `gpu` bytes: `weights` weights, `samples` of an engine in a step."""
     r = cfg.rollout
-    size = bridge.DTYPES[cfg.model.dtype].itemsize
-    large = gpu >= 70 * 2**30  # vLLM 0.32 takes larger batches then
-    batch = r.vllm.get("max_num_batched_tokens") or (16384 if large else 8192)
-    at_once = r.vllm.get("max_num_seqs") or max(1024 if large else 256, min(samples, 512))
-    tables = 4 * at_once * (hf.vocab_size + math.ceil(hf.vocab_size / 32))  # a count of each token, and a bit
+    size = item_size(cfg)
+    linear, _, keys, values = linear_sizes(hf)
+    kv_heads = max(hf.num_key_value_heads // r.tp, 1)
+
+    # vLLM 0.32 takes larger batches on a large GPU.
+    batch, at_once = 8192, max(256, min(samples, 512))
+    if gpu >= 70 * 2**30:
+        batch, at_once = 16384, 1024
+    batch = r.vllm.get("max_num_batched_tokens") or batch
+    at_once = r.vllm.get("max_num_seqs") or at_once
+
+    # Its weights, and the tables of its sampler: a count of each token, and a bit.
+    asleep = weights * size / r.tp + 4 * at_once * (hf.vocab_size + math.ceil(hf.vocab_size / 32))
     embedding = hf.vocab_size * hf.hidden_size
     ends = (1 if hf.tie_word_embeddings else 2) * embedding
     layer = max((weights - ends) / hf.num_hidden_layers, embedding) * size
-    kv_heads = max(hf.num_key_value_heads // r.tp, 1)
+
+    # A forward pass: the largest batch in one layer, and the logits.
     feed_forward = 3 * bridge.expert_width(hf) / r.tp
     if bridge.is_moe(hf):
         feed_forward = hf.num_experts_per_tok * (hf.hidden_size + feed_forward)
-    linear, _, keys, values = linear_sizes(hf)
     queries = (2 if linear else 1) * hf.num_attention_heads / r.tp  # with their gates
     attention = (queries + 2 * kv_heads) * bridge.head_dim(hf)
     delta = (6 * keys + 9 * values) / r.tp  # in fla's kernels, with the states between chunks
     token = 3 * hf.hidden_size + max(attention, delta) + feed_forward
     work = batch * token * size + 3 * 4 * at_once * hf.vocab_size
-    asleep = weights * size / r.tp + tables
+
+    # The cache takes the rest: keys and values of each token, and without prefix caching a state for each sequence.
     cache = int(r.gpu_memory_utilization * gpu - asleep - work)
     kv_size = 1 if "fp8" in str(r.vllm.get("kv_cache_dtype")) else size
     token, state = 2 * kv_heads * bridge.head_dim(hf) * kv_size, 0
-    if linear:  # without prefix caching one for each sequence: inputs of the convolution, and the heads' states
+    if linear:  # inputs of the convolution, and the heads' states
         wide = 4 if getattr(hf, "mamba_ssm_dtype", None) == "float32" else size
         inputs = (hf.linear_conv_kernel_dim - 1) * (2 * keys + values) * size
         state = (inputs + values * hf.linear_key_head_dim * wide) / r.tp
-    block = BLOCK * max(math.ceil(state / (BLOCK * token)), 1)  # keys and values of a layer take no less than a state
+
+    # Keys and values of a block take no less than a state. A block is one of all layers with attention, or as many
+    # states.
+    block = BLOCK * max(math.ceil(state / (BLOCK * token)), 1)
     layers = hf.num_hidden_layers - linear
-    blocks = max(cache, 0) // (block * token * layers)  # a block is one of all layers with attention, or as many states
+    blocks = max(cache, 0) // (block * token * layers)
     longest = configuration.longest_sample(cfg)
-    at_once_longest = blocks / (math.ceil(longest / block) + linear / layers)
+    sequences = blocks / (math.ceil(longest / block) + linear / layers)
     return Sampling(
         weights=int(asleep),
         work=int(work),
         cache=cache,
         loading=int(layer * (1 + 1 / r.tp)),
-        tokens=int(at_once_longest * longest),
-        sequences=int(at_once_longest),
+        tokens=int(sequences * longest),
+        sequences=int(sequences),
         stateless=max(at_once - blocks, 0) if linear else 0,
     )
-
-
-# ---------------------------------------------------------------- the plan
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What a run will take of a GPU of `gpu` bytes."""
-
-    gpu: int
-    held: dict[int, Held]  # of each pipeline stage
-    phases: dict[str, dict[str, int]]  # phase → {what: bytes}, of the stage that takes most then
-    stage: dict[str, int]  # phase → that stage
-    sampling: Sampling
-    host: int  # bytes of a rank
-
-
-def total(parts: dict[str, int]) -> int:
-    return sum(parts.values())
-
-
-def plan(cfg: Config, world_size: int, gpu: int) -> Plan:
-    """The plan of a run on so many ranks with a GPU of `gpu` bytes each."""
-    hf = read_config(cfg.model.path)
-    pp = cfg.parallel.pp
-    inner = {}  # stages with the same kinds of layers are alike
-    for stage, chunks in reversed([*enumerate(split_layers(hf, cfg))][1:-1]):
-        inner[str([[bridge.has_linear_attention(hf, layer) for layer in chunk] for chunk in chunks])] = stage
-    stages = sorted({0, *inner.values(), pp - 1})
-    held = {stage: count(cfg, world_size, stage * world_size // pp) for stage in stages}
-    weights = count_weights(cfg.model.path)
-    r = cfg.rollout
-    vllm = plan_sampling(hf, cfg, weights, gpu, r.prompts_per_step * r.group_size * r.tp // world_size)
-    table = {stage: stage_phases(hf, cfg, world_size, stage, held[stage], vllm, gpu) for stage in stages}
-    largest = {phase: max(stages, key=lambda stage: total(table[stage][phase])) for phase in table[0]}
-    phases = {phase: table[stage][phase] for phase, stage in largest.items()}
-    teacher = count_weights(cfg.algo.teacher) if "teacher" in costs(cfg, world_size) else 0
-    host = host_bytes(cfg, weights, world_size, on_gpu=True, teacher=teacher)
-    return Plan(gpu, held, phases, largest, vllm, host)
-
-
-def held_in(phase: str, held: Held, cfg: Config, world_size: int) -> dict[str, int]:
-    """{kind: bytes} of weights and state on the GPU in a phase; of those that wait on the host the largest alone."""
-    table = costs(cfg, world_size)
-    there = [kind for kind, size in held.gpu.items() if size and phase in table[kind].phases]
-    waiting = [kind for kind in there if table[kind].waits]
-    largest = max(waiting, key=held.gpu.get, default=None)
-    return {kind: held.gpu[kind] for kind in there if kind == largest or kind not in waiting}
-
-
-def stage_phases(
-    hf, cfg: Config, world_size: int, stage: int, held: Held, vllm: Sampling, gpu: int
-) -> dict[str, dict[str, int]]:
-    """{phase: {what: bytes}} of a pipeline stage: what is held and what is not.
-
-    Of a phase with several moments, such as layers and head, or backward pass and optimizer step, the largest counts.
-    """
-    t = cfg.train
-    share = int(cfg.rollout.gpu_memory_utilization * gpu)
-    state = {phase: held_in(phase, held, cfg, world_size) for phase in PHASES}
-    train_head, score_head = 0, 0
-    if stage == cfg.parallel.pp - 1:
-        train_head = head_bytes(hf, cfg, t.max_tokens_per_micro_batch)
-        score_head = head_bytes(hf, cfg, t.logprob_max_tokens_per_micro_batch)
-    merged = {"merged": held.merged} if held.merged else {}
-    kept, within = activation_bytes(hf, cfg, stage)
-    row = t.logprob_max_tokens_per_micro_batch // cfg.parallel.cp
-    layer = max(map(total, stage_elements(hf, cfg, stage)), default=0)
-    layer = int(layer * row * bridge.DTYPES[cfg.model.dtype].itemsize)
-    backward = max({"activations": kept, "log-probs": train_head}, {"activations": kept + within} | merged, key=total)
-    scoring = max({"activations": layer} | merged, {"log-probs": score_head}, key=total)
-    # As Megatron fills its buffers, weights are there twice.
-    filling = {"weights": 2 * held.gpu["weights"] - held.frozen, "gradients": held.gpu["gradients"]}
-    phases = {
-        "build": max(state["build"], filling, key=total),
-        "rollout": state["rollout"] | {"vLLM": share},
-        "logprob": state["logprob"] | scoring,
-        "train": max(state["train"] | backward, state["update"] | {"update": held.update}, key=total),
-        "sync": state["sync"] | {"vLLM": vllm.weights + vllm.loading, "bucket": held.push},
-        "save": state["save"] | {"vLLM": share, "copies": max(4 * held.largest, held.export)},
-    }
-    return {phase: {**parts, "reserve": int(RESERVE * gpu)} for phase, parts in phases.items()}
-
-
-def gpu_bytes(gb: float | None) -> int:
-    """`gb`, or else the size of this machine's GPU, or else GPU_BYTES. Raises UserError."""
-    if gb is None:
-        return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else GPU_BYTES
-    if not 0 < gb < math.inf:
-        raise UserError(f"--gpu-memory-gb={gb}: must be above 0")
-    return int(gb * GB)
-
-
-def describe(cfg: Config, world_size: int, found: Plan) -> str:
-    vllm, r = found.sampling, cfg.rollout
-    samples = r.prompts_per_step * r.group_size * r.tp // world_size
-    lines = [f"memory:  of a GPU of {found.gpu / GB:.1f} GB (10⁹ bytes), by phase"]
-    for phase, parts in found.phases.items():
-        where = f" on stage {found.stage[phase] + 1} of {cfg.parallel.pp}" if cfg.parallel.pp > 1 else ""
-        terms = [f"{what} {value / GB:.1f}" for what, value in parts.items() if value >= GB / 20]
-        lines.append(f"{phase:>8s} {' + '.join(terms)} = {total(parts) / GB:.1f}{where}")
-    share = f"weights {vllm.weights / GB:.1f} + work {vllm.work / GB:.1f} + cache {vllm.cache / GB:.1f}"
-    at_once = f"{vllm.sequences} samples of {configuration.longest_sample(cfg)} at once of the {samples} in a step"
-    lines.append(f"    vLLM {share}: {vllm.tokens} tokens an engine, {at_once}")
-    return "\n".join([*lines, f"    host {found.host / GB:.1f} a rank"])
-
-
-def shortage(cfg: Config, found: Plan) -> str | None:
-    """What of a plan does not fit, and what to turn; None where all does."""
-    over = {phase: total(parts) - found.gpu for phase, parts in found.phases.items() if total(parts) > found.gpu}
-    lines = []
-    if over:
-        sizes = ", ".join(f"{phase} by {max(size / GB, 0.1):.1f} GB" for phase, size in over.items())
-        lines.append(f"the plan does not fit a GPU of {found.gpu / GB:.1f} GB: {sizes}")
-        lines += [f"  {phase}: turn one of {'; '.join(MEMORY[phase])}" for phase in over]
-    if found.sampling.stateless:
-        lines.append(
-            "vLLM's share of the GPU has no room for the states of linear attention of "
-            f"{found.sampling.stateless} of the sequences that it would run at once"
-        )
-        lines.append(f"  turn one of {'; '.join(VLLM_MEMORY[NO_STATES])}")
-    if found.sampling.sequences == 0:
-        lines.append(
-            f"vLLM's share of the GPU has no room for one sample of {configuration.longest_sample(cfg)} tokens"
-        )
-        lines.append(f"  turn one of {'; '.join(VLLM_MEMORY[NO_CACHE])}")
-    return "\n".join(lines) or None
-
-
-def report(cfg: Config, world_size: int, gpu_gb: float | None) -> str | None:
-    """Print the plan for a GPU of `gpu_gb` · 10⁹ bytes; returns its `shortage`. Raises UserError."""
-    found = plan(cfg, world_size, gpu_bytes(gpu_gb))
-    print(describe(cfg, world_size, found), flush=True)
-    return shortage(cfg, found)

@@ -1,6 +1,7 @@
 """Options that go to Megatron-core and vLLM as they are: options.yaml has their names, docs/options.md says why.
 
-One that would be ignored, or break what the trainer relies on, is refused before anything is built.
+An option that would be ignored, or would break what the trainer relies on, is refused before anything is built. Each
+check raises UserError.
 """
 
 import dataclasses
@@ -8,6 +9,7 @@ import enum
 import fnmatch
 import json
 import typing
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -39,70 +41,79 @@ MEGATRON_TYPES = {
 }
 
 
-def check_type(key: str, value: Any, hint: Any) -> None:
-    """Raises UserError where the `value` of `key`, as YAML gives it, is not of the type that the library declares."""
-    if isinstance(hint, str) or hint is Any:
-        return
-    if dataclasses.is_dataclass(hint):  # a section of options, which the library checks itself
-        hint = dict[str, Any]
-    kinds = [kind for kind in (hint, *typing.get_args(hint)) if isinstance(kind, enum.EnumType)]
-    members = [member for kind in kinds for member in kind.__members__]
-    if members and isinstance(value, str):
-        if value.upper() not in members:
-            near = nearest(value.upper(), members)
-            legal = f"the nearest is {near}" if near else f"legal are {', '.join(members)}"
-            raise UserError(f"{key}={value!r}: no such value; {legal}")
-        return
-    settings = {"arbitrary_types_allowed": True, "allow_inf_nan": False, "strict": True}
-    try:
-        pydantic.TypeAdapter(hint, config=settings).validate_json(json.dumps(value, default=str))
-    except pydantic.ValidationError as error:
-        legal = dict.fromkeys(problem["msg"] for problem in error.errors())
-        raise UserError(f"{key}={value!r}: {' or '.join(legal).replace('Input should', 'must')}") from None
-
-
-def check_megatron(options: dict[str, Any], classes: tuple[type, ...], dtype: str) -> None:
-    """UserError unless `options` are fields of Megatron's config `classes` that have an effect at this model.dtype."""
+def check_megatron(options: dict[str, Any], classes: tuple[type, ...], dtype: str):
+    """`options` are fields of Megatron's config `classes` that may be set and have an effect at this model.dtype."""
     types = {field.name: field.type for cls in classes for field in dataclasses.fields(cls)}
     works = f"the fields that may be set are {', '.join(TABLES['megatron_works'])}"
     for name, value in options.items():
         key = f"megatron.{name}"
         if name not in types:
-            near = nearest(name, types)
-            legal = f"the nearest field of Megatron-core is 'megatron.{near}'" if near else works
-            raise UserError(f"unknown key '{key}'; {legal}")
+            raise UserError(f"unknown key '{key}'; {nearest_of(name, types) or works}")
         if name in TABLES["megatron_owned"]:
             raise UserError(f"{key} may not be set: use {TABLES['megatron_owned'][name]}")
         if name not in TABLES["megatron_works"]:
             raise UserError(f"{key} may not be set, see docs/options.md; {works}")
         check_type(key, value, MEGATRON_TYPES.get(name, types[name]))
+
         other, needed = MEGATRON_NEEDS.get(name, (name, value))
         if options.get(other) != needed:
             raise UserError(f"{key}={value!r} has no effect without megatron.{other}={needed!r}")
+        if dtype != "fp16" and ("loss_scale" in name or name == "hysteresis"):
+            raise UserError(f"{key}: only fp16 needs a loss scale; leave it out, or use model.dtype=fp16")
+
     if options.get("optimizer_cpu_offload") and dtype == "fp32":
         raise UserError("megatron.optimizer_cpu_offload=True: not for an fp32 model; use model.dtype=bf16")
-    scaling = [f"megatron.{name}" for name in options if "loss_scale" in name or name == "hysteresis"]
-    if scaling and dtype != "fp16":
-        raise UserError(f"{', '.join(scaling)}: only fp16 needs a loss scale; leave it out, or use model.dtype=fp16")
 
 
-def check_vllm(options: dict[str, Any]) -> None:
-    """Check that `options` may go to vLLM, and have the types that it declares. Raises UserError."""
+def check_vllm(options: dict[str, Any]):
+    """`options` may go to vLLM, and have the types that it declares."""
     for name in options:
         for owner, patterns in TABLES["vllm_owned"].items():
             if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
                 raise UserError(f"rollout.vllm.{name} may not be set: it is settled by {owner}")
-    if options.get("quantization") not in (None, "fp8"):
-        value = options["quantization"]
-        raise UserError(f"rollout.vllm.quantization={value!r}: a push is quantised as it is loaded; legal is fp8")
+
+    quantization = options.get("quantization")
+    if quantization not in (None, "fp8"):
+        raise UserError(
+            f"rollout.vllm.quantization={quantization!r}: must be fp8, to which a push is quantised as vLLM loads it"
+        )
+
     if not options:
         return
-    from grpo.parts.engine.vllm_process import engine_options  # only where it is used: importing vLLM takes seconds
+    from grpo.parts.engine.vllm_process import engine_options  # importing vLLM takes seconds
 
     types = engine_options()
     for name, value in options.items():
+        key = f"rollout.vllm.{name}"
         if name not in types:
-            near = nearest(name, types)
-            legal = f"the nearest option of vLLM is 'rollout.vllm.{near}'" if near else "legal are vLLM's EngineArgs"
-            raise UserError(f"unknown key 'rollout.vllm.{name}'; {legal}")
-        check_type(f"rollout.vllm.{name}", value, types[name])
+            raise UserError(f"unknown key '{key}'; {nearest_of(name, types) or 'it must be one of EngineArgs of vLLM'}")
+        check_type(key, value, types[name])
+
+
+def check_type(key: str, value: Any, hint: Any):
+    """The `value` of `key`, as YAML gives it, is of the type `hint` that the library declares."""
+    if isinstance(hint, str) or hint is Any:
+        return
+    if dataclasses.is_dataclass(hint):  # a section of options, which the library checks itself
+        hint = dict[str, Any]
+
+    # Members of an enum are given by name, in any case.
+    kinds = [kind for kind in (hint, *typing.get_args(hint)) if isinstance(kind, enum.EnumType)]
+    members = [member for kind in kinds for member in kind.__members__]
+    if members and isinstance(value, str):
+        if value.upper() not in members:
+            legal = nearest_of(value.upper(), members) or f"legal are {', '.join(members)}"
+            raise UserError(f"{key}={value!r}: no such value; {legal}")
+        return
+
+    settings = {"arbitrary_types_allowed": True, "allow_inf_nan": False, "strict": True}
+    try:
+        pydantic.TypeAdapter(hint, config=settings).validate_json(json.dumps(value, default=str))
+    except pydantic.ValidationError as error:
+        problems = dict.fromkeys(problem["msg"] for problem in error.errors())
+        raise UserError(f"{key}={value!r}: {' or '.join(problems).replace('Input should', 'must')}") from None
+
+
+def nearest_of(name: str, names: Iterable[str]) -> str | None:
+    near = nearest(name, names)
+    return near and f"the nearest is {near}"
