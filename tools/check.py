@@ -21,7 +21,7 @@ from oracle.report import ITEMS
 from oracle.run import read_run
 
 
-def main(argv: list[str]) -> int:
+def main(argv) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="the output_dir of a run")
     parser.add_argument("--mine", default="", help=f"items that your fork changes: {', '.join(ITEMS)}")

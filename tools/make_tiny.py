@@ -87,7 +87,7 @@ def save_model(
     return sum(p.numel() for p in model.parameters())
 
 
-def reversal_rows(digits: int, rows: int, seed: int) -> list[dict]:
+def reversal_rows(digits: int, rows: int, seed) -> list[dict]:
     strings = ["".join(d) for d in itertools.product("0123456789", repeat=digits)]
     random.Random(seed).shuffle(strings)
     return [{"prompt": f"{s}>", "answer": s[::-1], "source": "reverse"} for s in strings[:rows]]

@@ -81,7 +81,7 @@ class Run:
             return {}
         return {text: f"since step {step}" for text, step in found.values()}
 
-    def block(self, name: str, share: float = 1.0) -> bytes:
+    def block(self, name, share: float = 1.0) -> bytes:
         """The samples of a file as gzipped JSON: all groups, or a share of them, evenly spaced."""
         groups = defaultdict(list)
         for sample in read_lines(self.sample_files()[name]):
@@ -103,7 +103,7 @@ class Run:
         content = json.dumps({"groups": shown, "of": len(groups), "texts": texts}, ensure_ascii=False)
         return gzip.compress(content.encode(), 6, mtime=0)
 
-    def token_text(self, token_id: int) -> str:
+    def token_text(self, token_id) -> str:
         """The text of one token. Bytes that are no character by themselves become U+FFFD."""
         if token_id not in self.texts:
             name = self.tokenizer.convert_ids_to_tokens(token_id) or f"<{token_id}>"
@@ -142,7 +142,7 @@ def read_group(number: int, samples: list[dict]) -> dict:
 # ---------------------------------------------------------------- the page
 
 
-def curve(name: str, runs: list[Run]) -> str:
+def curve(name, runs: list[Run]) -> str:
     """A small picture of a metric over the steps, a line for each run. Empty if no run has a number of it."""
     lines = [[(row["step"], row[name]) for row in run.rows if row.get(name) is not None] for run in runs]
     steps = [step for line in lines for step, _ in line]
@@ -261,7 +261,7 @@ def digest(text: str, kind: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode()
 
 
-def main(argv: list[str]) -> int:
+def main(argv) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tools.report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -273,7 +273,7 @@ OTHER_FOLDERS = {
 }
 
 
-def check_model(cfg, path: str, rollout_tp: int, key: str = "model.path"):
+def check_model(cfg, path, rollout_tp, key="model.path"):
     """By its config.json, the model `path`, given at `key`, can be built here and split over the ranks."""
     model = f"{key}={path}"
     check_found(path, key)
@@ -324,7 +324,7 @@ def check_model(cfg, path: str, rollout_tp: int, key: str = "model.path"):
         raise UserError(f"{model}: Megatron-core refuses this layout or megatron section: {error}") from None
 
 
-def check_layout(hf, parallel, rollout_tp: int):
+def check_layout(hf, parallel, rollout_tp):
     """Every parallel size divides what it splits."""
     heads = {"attention heads": hf.num_attention_heads}
     kv_heads = hf.num_key_value_heads
@@ -354,7 +354,7 @@ def check_layout(hf, parallel, rollout_tp: int):
     check_divides("rollout.tp", rollout_tp, heads, kv_heads)  # vLLM pads the vocabulary
 
 
-def check_divides(key: str, by: int, sizes: dict[str, int], kv_heads: int = 1):
+def check_divides(key, by: int, sizes: dict[str, int], kv_heads: int = 1):
     """`by`, the value of `key`, divides each of the model's sizes, and divides `kv_heads` or is a multiple of it."""
     legal = []
     common = math.gcd(*sizes.values())
@@ -372,10 +372,11 @@ def check_divides(key: str, by: int, sizes: dict[str, int], kv_heads: int = 1):
     raise UserError(f"{key}={by} {wrong[0]}; {remedy}")
 
 
-def check_stages(layers: int, cfg):
+def check_stages(layers, cfg):
     """Each layer is on just one pipeline stage; otherwise the message has a split that works."""
     pp, vpp = cfg.parallel.pp, cfg.parallel.vpp
     uneven = {name: cfg.megatron[name] for name in stages.UNEVEN if cfg.megatron.get(name)}
+
     try:
         stages.split_layers(layers, pp, vpp, **uneven)
     except (ArithmeticError, AssertionError, LookupError, NotImplementedError, ValueError) as error:
@@ -411,7 +412,7 @@ def check_routes(cfg):
 # ---------------------------------------------------------------- the model's weights
 
 
-def check_weights(path: str, key: str = "model.path"):
+def check_weights(path, key="model.path"):
     """The safetensors of the folder `path`, given at `key`, hold just the tensors that the model is made of."""
     model = f"{key}={path}"
     hf = read_config(path)
@@ -431,10 +432,10 @@ def check_weights(path: str, key: str = "model.path"):
     found = {name for name in files if not name.endswith("rotary_emb.inv_freq")} - untrained
     if hf.tie_word_embeddings:
         found.discard("lm_head.weight")  # a copy that some exporters write
-    for what, tensors in (("lacks", wanted - found), ("has tensors this model has no place for:", found - wanted)):
-        if tensors:
-            more = f" and {len(tensors) - 1} more" if len(tensors) > 1 else ""
-            raise UserError(f"{model} {what} {min(tensors)}{more}")
+    lacking, extra = sorted(wanted - found), sorted(found - wanted)
+    require(not lacking, f"{model} lacks {', '.join(lacking[:3])}")
+    require(not extra, f"{model} has tensors this model has no place for: {', '.join(extra[:3])}")
+
     if untrained and is_first_rank():
         say(
             f"note: {len(untrained)} tensors of {model} are for images or multi-token prediction: not trained, and "
@@ -444,7 +445,7 @@ def check_weights(path: str, key: str = "model.path"):
     check_embedding(hf, files, model)
 
 
-def check_embedding(hf, files: dict[str, str], model: str):
+def check_embedding(hf, files: dict[str, str], model):
     """The embedding has the rows that config.json says, and a head that is tied to it is no other tensor."""
     head, embedding = "lm_head.weight", f"{hf.prefix}.embed_tokens.weight"
     rows = safe_open(files[embedding], framework="pt").get_slice(embedding).get_shape()[0]

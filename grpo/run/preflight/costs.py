@@ -1,4 +1,4 @@
-"""What weights and state cost a run on GPU, host and disk, in one table. What keeps further weights adds a row."""
+"""What weights and state cost a run on GPU and host, in one table, and on the disk. Further weights add a row."""
 
 from dataclasses import dataclass, replace
 
@@ -17,7 +17,6 @@ class Cost:
     split: int  # the ranks over which the bytes of GPU and host are spread
     gpu: float = 0.0
     host: float = 0.0
-    disk: float = 0.0  # of the whole run
     phases: tuple[str, ...] = PHASES  # in which it is on the GPU
     waits: bool = False  # on the host in the other phases. Of all kinds that wait, one at a time is on the GPU
 
@@ -29,10 +28,10 @@ def costs(cfg, world_size, on_gpu: bool = True) -> dict[str, Cost]:
     gradient_phases = PHASES if cfg.train.offload == "none" else ("build", "train", "update")
     keeps_asleep = cfg.rollout.sleep_level == 1 or not on_gpu
     table = {
-        "weights": Cost("model", share, gpu=size, disk=size),  # on the disk: an export
+        "weights": Cost("model", share, gpu=size),
         "gradients": Cost("trainable", share, gpu=4, phases=gradient_phases),
         "optimizer": optimizer_cost(cfg, world_size),
-        "checkpoint": Cost("trainable", world_size, host=SAVED, disk=SAVED),  # on the host: while it is written
+        "checkpoint": Cost("trainable", world_size, host=SAVED),  # while it is written
         "vLLM": Cost("model", cfg.rollout.tp, host=size if keeps_asleep else 0),  # its weights while it sleeps
     }
 
@@ -89,16 +88,15 @@ def host_stepped(cfg) -> float:
 
 def host_bytes(cfg, weights: int, world_size, on_gpu: bool, teacher: int = 0) -> int:
     """About how much host memory a rank takes, for a model of `weights` weights and a teacher of `teacher`."""
-    numbers = counts(cfg, weights, teacher)
+    numbers = {"model": weights, "trainable": trained(cfg, weights), "teacher": teacher}
     return int(sum(numbers[cost.of] * cost.host / cost.split for cost in costs(cfg, world_size, on_gpu).values()))
 
 
 def disk_bytes(cfg, weights: int) -> int:
     """Bytes of a checkpoint and an export, for a model of `weights` weights."""
-    numbers = counts(cfg, weights)
-    return int(sum(numbers[cost.of] * cost.disk for cost in costs(cfg, 1).values()))
+    return trained(cfg, weights) * SAVED + weights * bridge.DTYPES[cfg.model.dtype].itemsize
 
 
-def counts(cfg, weights: int, teacher: int = 0) -> dict[str, int]:
-    """The numbers of weights that `Cost.of` names. Adapters are few and count as none."""
-    return {"model": weights, "trainable": 0 if cfg.lora.rank else weights, "teacher": teacher}
+def trained(cfg, weights: int) -> int:
+    """How many of the weights are trained. Adapters are few and count as none."""
+    return 0 if cfg.lora.rank else weights

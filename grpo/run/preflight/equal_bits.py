@@ -113,7 +113,7 @@ def why_not_here(cfg, hf) -> str | None:
     return differs and f"on this CPU {differs} depends on what else is in a batch; use false"
 
 
-def first_that_differs(hf, tp: int, dtype: torch.dtype) -> str | None:
+def first_that_differs(hf, tp, dtype: torch.dtype) -> str | None:
     """The first operation whose bits depend on the number of rows, or differ between trainer and vLLM, or None."""
     from vllm import _custom_ops as ops
 

@@ -58,7 +58,7 @@ VLLM_MEMORY = {
 LOST_WORDS = ("onnection", "remote process exited", "network error")  # of gloo and NCCL, which have no class for it
 
 
-def lost_rank(error: Exception) -> str | None:
+def lost_rank(error) -> str | None:
     """What an error means if it comes from a lost connection, else None."""
     if not isinstance(error, RuntimeError) or not any(word in str(error) for word in LOST_WORDS):
         return None
@@ -69,7 +69,7 @@ def lost_rank(error: Exception) -> str | None:
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE)
 
 
-def disk_error(error: Exception, folder: Path) -> str | None:
+def disk_error(error, folder: Path) -> str | None:
     """What an error means if output_dir cannot be written to, else None. torch raises no OSError for it."""
     known = getattr(error, "errno", None) in DISK_ERRORS or "I/O error" in str(error)
     reason = error if known else files.try_to_write(folder)
@@ -86,7 +86,7 @@ GPU_WORDS = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUBLAS_STATUS_NOT_I
 HOST_WORDS = ("DefaultCPUAllocator", "Cannot allocate memory")
 
 
-def out_of_memory(phase: str, error: BaseException) -> str | None:
+def out_of_memory(phase, error) -> str | None:
     """What an error in a phase means for the configuration if memory of GPU or host was short, else None.
 
     An unknown phase counts as "build". Such errors have no class in common: vLLM raises ValueError and RuntimeError.

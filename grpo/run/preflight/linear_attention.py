@@ -11,7 +11,7 @@ from grpo.parts.base.require import require
 from grpo.parts.model.gated_delta import uses_fla
 
 
-def check_layers(hf, model: str, dtype: str):
+def check_layers(hf, model, dtype):
     """The kinds of layers of `model`, the key with its value, and the kernels that a GPU needs for this `dtype`."""
     others = {*hf.layer_types} - {"linear_attention", "full_attention"}
     require(

@@ -77,7 +77,7 @@ def check_without_gpu(cfg):
         require(not value, f"rollout.vllm.{name}={value}: works on GPUs only, and there is no GPU here; leave it out")
 
 
-def check_ranks(config: dict, key: str, data: str):
+def check_ranks(config: dict, key, data: str):
     """Configuration, data and code are the same on all ranks. The error, on every rank, says what differs and where.
 
     `config` is {section: {key: value}}. `data` is the fingerprint of the prompts of `key`: another machine may have

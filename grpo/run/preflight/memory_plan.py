@@ -93,7 +93,7 @@ def gpu_bytes(gb: float | None) -> int:
     return int(gb * GB)
 
 
-def plan(cfg, world_size, gpu: int) -> Plan:
+def plan(cfg, world_size, gpu) -> Plan:
     """The plan of a run on `world_size` ranks with a GPU of `gpu` bytes each."""
     hf = read_config(cfg.model.path)
     r, pp = cfg.rollout, cfg.parallel.pp
@@ -120,7 +120,7 @@ def plan(cfg, world_size, gpu: int) -> Plan:
     return Plan(gpu, phases, largest, vllm, host)
 
 
-def stage_phases(hf, cfg, world_size, stage: int, held: Held, vllm: Sampling, gpu: int) -> dict[str, dict[str, int]]:
+def stage_phases(hf, cfg, world_size, stage, held: Held, vllm: Sampling, gpu) -> dict[str, dict[str, int]]:
     """{phase: {what: bytes}} of a pipeline stage: what it keeps, and what comes and goes.
 
     If a phase has several moments, such as layers and head, or backward pass and optimizer step, the largest counts.
@@ -156,7 +156,7 @@ def stage_phases(hf, cfg, world_size, stage: int, held: Held, vllm: Sampling, gp
     return {phase: parts | {"reserve": int(RESERVE * gpu)} for phase, parts in phases.items()}
 
 
-def held_in(phase: str, held: Held, cfg, world_size) -> dict[str, int]:
+def held_in(phase, held: Held, cfg, world_size) -> dict[str, int]:
     """{kind: bytes} of weights and state on the GPU in a phase. Of kinds that wait on the host, only the largest."""
     table = costs(cfg, world_size)
     there = {kind: size for kind, size in held.gpu.items() if size and phase in table[kind].phases}
@@ -216,7 +216,7 @@ def shortage(cfg, found: Plan) -> str | None:
 # ---------------------------------------------------------------- what a rank keeps, to the byte
 
 
-def count(cfg, world_size, rank: int) -> Held:
+def count(cfg, world_size, rank) -> Held:
     """What `rank` of `world_size` will keep. Must be called without a process group, and needs none."""
     table = costs(cfg, world_size)
     with fake_process_groups(cfg.parallel, world_size, rank, cfg.seed):
@@ -261,7 +261,7 @@ def count(cfg, world_size, rank: int) -> Held:
 
 
 @contextlib.contextmanager
-def fake_process_groups(parallel: ParallelConfig, world_size, rank: int, seed: int):
+def fake_process_groups(parallel: ParallelConfig, world_size, rank, seed):
     """Make this process `rank` of a fake process group of `world_size`, with Megatron's groups; nothing is sent."""
     level = dist.get_debug_level()
     dist.set_debug_level(dist.DebugLevel.OFF)  # DETAIL wraps every group in one that connects
@@ -286,7 +286,7 @@ class OnMeta(TorchFunctionMode):
         return function(*(META if isinstance(value, torch.device) else value for value in args), **kwargs)
 
 
-def build_on_meta(path: str, cfg, adapters: LoraConfig | None) -> list:
+def build_on_meta(path, cfg, adapters: LoraConfig | None) -> list:
     """The chunks of the model of `path` that this rank of a fake process group holds, without memory or weights."""
     extra = cfg.megatron | {"perform_initialization": False}
     dtype = bridge.DTYPES[cfg.model.dtype]
@@ -307,7 +307,7 @@ def push_bytes(own: dict[str, torch.nn.Parameter], hf, limit: int, size: int) ->
     return peak * size
 
 
-def count_weights(path: str) -> int:
+def count_weights(path) -> int:
     """Elements of a model's weights, by its config.json. A tied head is counted with the embedding."""
     with META:
         model = transformers.AutoModelForCausalLM.from_config(read_config(path))
@@ -321,7 +321,7 @@ def item_size(cfg) -> int:
 # ---------------------------------------------------------------- transient memory of the trainer
 
 
-def activation_bytes(hf, cfg, stage: int) -> tuple[int, int]:
+def activation_bytes(hf, cfg, stage) -> tuple[int, int]:
     """(activations that a pipeline stage keeps for the backward pass, what is recomputed and its gradients within it).
 
     Each micro-batch in flight keeps its own: p - i of them on stage i of p. With v chunks a stage, each 1 / v of a
@@ -356,7 +356,7 @@ def activation_bytes(hf, cfg, stage: int) -> tuple[int, int]:
     return int(in_flight * kept * row), int(within * row)
 
 
-def stage_elements(hf, cfg, stage: int) -> list[dict[str, float]]:
+def stage_elements(hf, cfg, stage) -> list[dict[str, float]]:
     """`layer_elements` of the layers of a pipeline stage, of the chunk that keeps most."""
     chunks = [[layer_elements(hf, cfg, layer) for layer in chunk] for chunk in split_layers(hf, cfg)[stage]]
     return max(chunks, key=lambda layers: sum(map(total, layers)))
@@ -368,7 +368,7 @@ def split_layers(hf, cfg) -> list[list[range]]:
     )
 
 
-def layer_elements(hf, cfg, layer: int) -> dict[str, float]:
+def layer_elements(hf, cfg, layer) -> dict[str, float]:
     """Elements that a layer keeps for its backward pass, for each token of a rank's rows, by block."""
     p = cfg.parallel
     elements = {"norms": 4 * residual(hf, p)}  # input and output of two
@@ -436,7 +436,7 @@ def head_bytes(hf, cfg, tokens: int) -> int:
 # ---------------------------------------------------------------- vLLM's part
 
 
-def plan_sampling(hf, cfg, weights: int, gpu: int, samples: int) -> Sampling:
+def plan_sampling(hf, cfg, weights: int, gpu, samples: int) -> Sampling:
     """What vLLM does with its share of a GPU of `gpu` bytes: `weights` weights, `samples` of an engine in a step."""
     r = cfg.rollout
     size = item_size(cfg)

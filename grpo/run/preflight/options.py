@@ -41,7 +41,7 @@ MEGATRON_TYPES = {
 }
 
 
-def check_megatron(options: dict[str, Any], classes: tuple[type, ...], dtype: str):
+def check_megatron(options: dict[str, Any], classes: tuple[type, ...], dtype):
     """`options` are fields of Megatron's config `classes` that may be set and have an effect at this model.dtype."""
     types = {field.name: field.type for cls in classes for field in dataclasses.fields(cls)}
     works = f"the fields that may be set are {', '.join(TABLES['megatron_works'])}"
@@ -90,7 +90,7 @@ def check_vllm(options: dict[str, Any]):
         check_type(key, value, types[name])
 
 
-def check_type(key: str, value: Any, hint: Any):
+def check_type(key, value: Any, hint: Any):
     """The `value` of `key`, as YAML gives it, is of the type `hint` that the library declares."""
     if isinstance(hint, str) or hint is Any:
         return
@@ -114,6 +114,6 @@ def check_type(key: str, value: Any, hint: Any):
         raise UserError(f"{key}={value!r}: {' or '.join(problems).replace('Input should', 'must')}") from None
 
 
-def nearest_of(name: str, names: Iterable[str]) -> str | None:
+def nearest_of(name, names: Iterable[str]) -> str | None:
     near = nearest(name, names)
     return near and f"the nearest is {near}"
