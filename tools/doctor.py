@@ -49,23 +49,19 @@ CUDA_ERRORS = {  # what an error of CUDA or of nvidia-smi says → remedy
     "too old": "update the driver",
     "no CUDA-capable device": HIDDEN,
     "communicate with the NVIDIA driver": "load the driver on the host (modprobe nvidia)",
-    "uncorrectable ECC": "nvidia-smi --gpu-reset; where it comes back, have the GPU replaced",
+    "uncorrectable ECC": "nvidia-smi --gpu-reset; if it comes back, have the GPU replaced",
     "out of memory": BUSY,
     "": "python -c 'import torch; torch.cuda.init()' has to work first; dmesg may say more",
 }
 
 
-def on(value: str) -> bool:
-    return value.lower() not in ("", "0", "false", "no", "off")
-
-
-SETTINGS = {  # variable → (which values are worth a word, what they do, verdict, remedy)
-    "NCCL_P2P_DISABLE": (on, "GPUs talk through host memory", WARN, "unset it, unless the machine hangs without"),
-    "NCCL_IB_DISABLE": (on, "nodes talk over TCP", WARN, "unset it where there is InfiniBand"),
-    "CUDA_LAUNCH_BLOCKING": (on, "every kernel is waited for", WARN, "unset it, but to look for a fault"),
-    "VLLM_ENABLE_V1_MULTIPROCESSING": (on, "vLLM leaves the process that pushes weights", STOP, "unset it"),
-    "CUDA_VISIBLE_DEVICES": (("", "-1").__contains__, "hides every GPU", WARN, "unset it, or 0,1,..."),
-    "CUDA_DEVICE_MAX_CONNECTIONS": ("1".__ne__, "several queues", WARN, LANES),
+SETTINGS = {  # variable → (what it does, verdict, remedy)
+    "NCCL_P2P_DISABLE": ("GPUs talk through host memory", WARN, "unset it, unless the machine hangs without"),
+    "NCCL_IB_DISABLE": ("nodes talk over TCP", WARN, "unset it if there is InfiniBand"),
+    "CUDA_LAUNCH_BLOCKING": ("every kernel is waited for", WARN, "unset it, except to look for a fault"),
+    "VLLM_ENABLE_V1_MULTIPROCESSING": ("vLLM leaves the process that pushes weights", STOP, "unset it"),
+    "CUDA_VISIBLE_DEVICES": ("hides every GPU", WARN, "unset it, or 0,1,..."),
+    "CUDA_DEVICE_MAX_CONNECTIONS": ("several queues", WARN, LANES),
 }
 
 # ---------------------------------------------------------------- facts → rows; none of these asks the machine
@@ -218,12 +214,20 @@ def environment(found: dict) -> Iterator[Row]:
     for name, value in have.items():
         if name in (*RANK_NAMES, "TORCHELASTIC_RUN_ID"):
             continue
-        row = Row(name, value)
-        if name in SETTINGS:
-            is_wrong, does, verdict, remedy = SETTINGS[name]
-            if is_wrong(value):
-                row = Row(name, f"{value or 'empty'}: {does}", verdict, remedy)
-        yield row
+        if name in SETTINGS and has_effect(name, value):
+            does, verdict, remedy = SETTINGS[name]
+            yield Row(name, f"{value or 'empty'}: {does}", verdict, remedy)
+        else:
+            yield Row(name, value)
+
+
+def has_effect(name, value) -> bool:
+    """Whether a value of a variable of SETTINGS does what is said there."""
+    if name == "CUDA_VISIBLE_DEVICES":
+        return value in ("", "-1")
+    if name == "CUDA_DEVICE_MAX_CONNECTIONS":
+        return value != "1"
+    return value.lower() not in ("", "0", "false", "no", "off")
 
 
 # ---------------------------------------------------------------- the command

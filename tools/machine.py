@@ -148,7 +148,7 @@ def smi_facts() -> dict:
         if len(values) == len(ASKED):
             gpus.append(dict(zip(ASKED, values, strict=True)))
         else:
-            error = error or line  # words where a GPU should be
+            error = error or line  # words instead of a GPU
 
     pairs = links(answer("nvidia-smi", "topo", "-m")[0]) if len(gpus) > 1 else []
     return {"error": error, "gpus": gpus, "links": pairs}

@@ -45,7 +45,7 @@ def char_tokenizer(alphabet: str):
 
 
 def bpe_tokenizer(texts: list[str], vocab_size: int):
-    """A byte-level BPE tokenizer, like those of GPT-2 and Qwen, trained on `texts`."""
+    """A byte-level BPE tokenizer trained on `texts`, as GPT-2 and Qwen have."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())

@@ -55,7 +55,7 @@ VLLM = {
     "max_num_seqs='8'": "max_num_seqs='8': must be a valid integer",
     "cpu_offload_gb=.nan": "must be a finite number",
     "attention_backend=flash_atn": "attention_backend='flash_atn': no such value; the nearest is FLASH_ATTN",
-    "attention_backend=x": "attention_backend='x': no such value; legal are FLASH_ATTN, ",
+    "attention_backend=x": "attention_backend='x': no such value; it must be one of FLASH_ATTN, ",
     "compilation_config=fast": "compilation_config='fast': must be an object",
     "scheduling_policy=lifo": "must be 'fcfs' or 'priority'",
     "data_parallel_size=2": "may not be set: it is settled by the trainer, in whose ranks vLLM runs",
@@ -154,11 +154,11 @@ MODELS = [  # what differs in config.json, overrides, what the refusal says
     ({"rope_parameters": YARN}, "", "rope type 'yarn' is not supported"),
     *(
         ({"num_attention_heads": 12, "num_key_value_heads": 3}, f"{key}=4", f"{key}=4 neither divides the model's "
-        "key-value heads 3 nor is a multiple of them; legal are [1]") for key in ("parallel.tp", "rollout.tp")
+        "key-value heads 3 nor is a multiple of them; it must be one of [1]") for key in ("parallel.tp", "rollout.tp")
     ),
-    ({"vocab_size": 99}, "parallel.tp=2", "size 99; legal are [1], or pad it: transformers' model.resize_token_em"),
-    (LINEAR, "parallel.tp=4", "does not divide the model's key heads of linear attention 2; legal are [1, 2]"),
-    (LINEAR, "parallel.tp=2 parallel.cp=2", "of linear attention, which parallel.tp=2 splits first; legal are [1]"),
+    ({"vocab_size": 99}, "parallel.tp=2", "size 99; it must be one of [1], or pad it: transformers' model.resize"),
+    (LINEAR, "parallel.tp=4", "does not divide the model's key heads of linear attention 2; it must be one of [1, 2]"),
+    (LINEAR, "parallel.tp=2 parallel.cp=2", "which parallel.tp=2 splits first; it must be one of [1]"),
     (LINEAR | SLIDING, "", "layer_types in its config.json has sliding_attention; beside linear_attention only full_"),
     (DEEP, "parallel.pp=4", f"that divides 94, or {STAGES}=Et*23|t*23|t*24|t*24L alone"),
     (DEEP, f"parallel.pp=4 {FIRST}=80", f"{FIRST}=80 for 94 layers: "),

@@ -168,7 +168,7 @@ def check_sampling(cfg):
     if not r.is_cut:
         return
     cut = f"rollout.top_p={r.top_p}, rollout.top_k={r.top_k}"
-    found = versions.installed("vllm") or "1"  # if there is none, the start reports it
+    found = versions.installed("vllm") or "1"  # the start reports a missing vLLM
     require(
         versions.numbers(found) >= (0, 32) or r.max_logp_gap is not None,
         f"{cut}: vLLM {found} does not say which tokens it draws from, so its log-probs are of the cut distribution "
@@ -366,7 +366,7 @@ def check_divides(key, by: int, sizes: dict[str, int], kv_heads: int = 1):
 
     wrong = [f"does not divide the model's {what} {size}" for what, size in sizes.items() if size % by]
     wrong.append(f"neither divides the model's key-value heads {kv_heads} nor is a multiple of them")
-    remedy = f"legal are {legal[:16]}"
+    remedy = f"it must be one of {legal[:16]}"
     if "vocabulary" in wrong[0]:
         remedy += f", or pad it: transformers' model.resize_token_embeddings(pad_to_multiple_of={by})"
     raise UserError(f"{key}={by} {wrong[0]}; {remedy}")
@@ -396,7 +396,7 @@ def check_routes(cfg):
     """With algo.replay_routes there are routes to replay."""
     if not cfg.algo.replay_routes:
         return
-    found = versions.installed("vllm") or "1"  # if there is none, the start reports it
+    found = versions.installed("vllm") or "1"  # the start reports a missing vLLM
     second_runner = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"  # our default on a GPU
     require(
         not second_runner or versions.numbers(found) >= (0, 32),

@@ -13,7 +13,7 @@ SAVED = 12  # bytes of a checkpoint for each weight: the weight in fp32 and Adam
 class Cost:
     """What one kind of weights or state costs: bytes for each weight, and where they lie."""
 
-    of: str  # whose weights are counted: those of the "model", the "trainable" ones, or those of the "teacher"
+    of: str  # whose weights are counted: all of the "model", its "trainable" ones, or all of the "teacher"
     split: int  # the ranks over which the bytes of GPU and host are spread
     gpu: float = 0.0
     host: float = 0.0

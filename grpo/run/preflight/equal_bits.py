@@ -53,8 +53,8 @@ def why_not(cfg, hf) -> str | None:
     """Why bits cannot be equal, with the key that mends it. None if they can."""
     r, p = cfg.rollout, cfg.parallel
 
-    # Operations are matched one by one, with those of one version of vLLM.
-    found = versions.installed("vllm") or "1"  # if there is none, the start reports it
+    # The operations of one version of vLLM are matched, one by one.
+    found = versions.installed("vllm") or "1"  # the start reports a missing vLLM
     if torch.cuda.device_count():
         return "it is for CPUs so far; use false"
     if versions.numbers(found)[:2] != (0, 32):

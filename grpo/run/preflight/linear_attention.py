@@ -34,7 +34,7 @@ def check_split(hf, parallel) -> dict[str, int]:
     require(
         parallel.cp in legal or not legal,
         f"parallel.cp={parallel.cp} does not divide the model's {heads} key heads of linear attention, which "
-        f"parallel.tp={parallel.tp} splits first; legal are {legal}",
+        f"parallel.tp={parallel.tp} splits first; it must be one of {legal}",
     )
     # Attention has gates, and Megatron-core 0.16 cannot split a group of heads that has them.
     return {"key heads of linear attention": heads, "key-value heads": hf.num_key_value_heads}

@@ -45,7 +45,7 @@ class Held:
     frozen: int  # weights beside the adapters, which are in no buffer
     update: int  # what Adam allocates while it steps: one fp32 element for each weight that it steps on the GPU
     push: int  # peak of one bucket on its way to vLLM
-    export: int  # the same, to an export
+    export: int  # peak of one bucket on its way to an export
     merged: int  # peak of adding adapters to weights (grpo/parts/model/lora.py): one in fp32, all that it joins as is
     largest: int  # elements of the largest weight that is trained
 
@@ -135,7 +135,7 @@ def stage_phases(hf, cfg, world_size, stage, held: Held, vllm: Sampling, gpu) ->
         train_head = head_bytes(hf, cfg, t.max_tokens_per_micro_batch)
         score_head = head_bytes(hf, cfg, t.logprob_max_tokens_per_micro_batch)
 
-    # Training keeps the activations of all layers, scoring those of one.
+    # Training keeps the activations of all layers, scoring keeps one layer at a time.
     kept, within = activation_bytes(hf, cfg, stage)
     backward = max({"activations": kept, "log-probs": train_head}, {"activations": kept + within} | merged, key=total)
     layer = max(map(total, stage_elements(hf, cfg, stage)), default=0)

@@ -102,7 +102,7 @@ def check_type(key, value: Any, hint: Any):
     members = [member for kind in kinds for member in kind.__members__]
     if members and isinstance(value, str):
         if value.upper() not in members:
-            legal = nearest_of(value.upper(), members) or f"legal are {', '.join(members)}"
+            legal = nearest_of(value.upper(), members) or f"it must be one of {', '.join(members)}"
             raise UserError(f"{key}={value!r}: no such value; {legal}")
         return
 
