@@ -1,7 +1,7 @@
-"""Triton kernels for NVIDIA GPUs: each reads its input once, in place of several passes of torch over strided halves.
+"""Triton kernels for NVIDIA GPUs. Each reads its input once, where torch would take several passes over strided halves.
 
 All compute in fp32 and round once. TRITON_INTERPRET=1 runs them on a CPU. `vocab` is the part of the vocabulary that a
-rank holds, `f` the width of a feed-forward block. The block sizes and warps are the fastest of those tried on an H200.
+rank has, `f` the width of a feed-forward block. The block sizes and warps are the fastest of several tried on an H200.
 """
 
 from types import SimpleNamespace
@@ -16,8 +16,8 @@ except ImportError:  # torch for CPUs comes without it; nothing calls the kernel
     tl = SimpleNamespace(constexpr=None)
 
 
-def runs_on(x: torch.Tensor) -> bool:
-    """Whether these kernels compute on the tensor's device; else torch's own do."""
+def runs_on(x):
+    """Whether these kernels compute on the tensor's device. If not, torch's own do."""
     return x.is_cuda
 
 
@@ -30,8 +30,8 @@ def read(pointers, inside):
 # ---------------------------------------------------------------- log-prob and entropy over a vocabulary
 
 
-def logits_stats(logits_M: torch.Tensor, local_M: torch.Tensor, temperature: float) -> torch.Tensor:
-    """As `logits_stats` of grpo/parts/model/head.py, all four in any case."""
+def logits_stats(logits_M, local_M, temperature):
+    """`logits_stats` of grpo/parts/model/head.py, with all four values in any case."""
     vocab = logits_M.shape[-1]
     out = torch.empty(4, len(logits_M), dtype=torch.float32, device=logits_M.device)
     block = min(4096, triton.next_power_of_2(vocab))
@@ -41,13 +41,14 @@ def logits_stats(logits_M: torch.Tensor, local_M: torch.Tensor, temperature: flo
 
 @triton.jit
 def logits_stats_kernel(logits, local, out, inverse_t, vocab: tl.constexpr, BLOCK: tl.constexpr):
-    """One row in one pass: the sums are relative to the maximum so far."""
+    """One row in one pass. The sums are relative to the maximum so far."""
     row = tl.program_id(0).to(tl.int64)
     rows = tl.num_programs(0)
     start = logits + row * vocab
     top = -float("inf")
     total = 0.0
     weighted = 0.0
+
     for first in range(0, vocab, BLOCK):
         at = first + tl.arange(0, BLOCK)
         inside = at < vocab
@@ -55,24 +56,26 @@ def logits_stats_kernel(logits, local, out, inverse_t, vocab: tl.constexpr, BLOC
         new = tl.maximum(top, tl.max(logit, 0))
         shifted = logit - new
         exp = tl.exp(shifted)
+
+        # What was summed so far was relative to the old maximum.
         scale = tl.exp(top - new)
         moved = tl.where(top > -float("inf"), top - new, 0.0)
         weighted = scale * (weighted + total * moved) + tl.sum(tl.where(inside, exp * shifted, 0.0), 0)
         total = scale * total + tl.sum(exp, 0)
         top = new
+
     target = tl.load(local + row)
     here = (target >= 0) & (target < vocab)
     of_target = read(start + target, here) * inverse_t
+
     tl.store(out + row, top)
     tl.store(out + rows + row, total)
     tl.store(out + 2 * rows + row, weighted)
     tl.store(out + 3 * rows + row, tl.where(here, of_target - top, 0.0))
 
 
-def logits_grad(
-    logits_M, local_M, max_M, log_z_M, entropy_M, grad_logp_M, grad_entropy_M=None, *, temperature: float, dtype
-) -> torch.Tensor:
-    """As `logits_grad` of grpo/parts/model/head.py."""
+def logits_grad(logits_M, local_M, max_M, log_z_M, entropy_M, grad_logp_M, grad_entropy_M, *, temperature, dtype):
+    """`logits_grad` of grpo/parts/model/head.py."""
     vocab = logits_M.shape[-1]
     out_M = logits_M if logits_M.dtype is dtype else torch.empty_like(logits_M, dtype=dtype)
     if grad_entropy_M is None:
@@ -88,7 +91,7 @@ def logits_grad(
 def logits_grad_kernel(
     logits, out, local, log_z, entropy, grad_logp, grad_entropy, inverse_t, vocab: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """A block of a row; `log_z` is of the whole vocabulary, without a maximum taken off. `out` may be `logits`."""
+    """A block of a row. `log_z` is of the whole vocabulary, with no maximum subtracted. `out` may be `logits`."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < vocab
@@ -103,7 +106,7 @@ def logits_grad_kernel(
 # ---------------------------------------------------------------- SwiGLU
 
 
-def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
+def swiglu(gate_up):
     """silu(gate) · up; [..., 2 f] → [..., f]."""
     f = gate_up.shape[-1] // 2
     out = gate_up.new_empty(*gate_up.shape[:-1], f)
@@ -122,7 +125,7 @@ def swiglu_kernel(gate_up, out, f, BLOCK: tl.constexpr):
     tl.store(out + row * f + at, gate * tl.sigmoid(gate) * up, mask=inside)
 
 
-def swiglu_grad(gate_up: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+def swiglu_grad(gate_up, grad):
     """The gradient of [gate, up]; [..., 2 f] and [..., f] → [..., 2 f]."""
     f = grad.shape[-1]
     out = torch.empty(gate_up.shape, dtype=gate_up.dtype, device=gate_up.device)
@@ -149,8 +152,8 @@ def swiglu_grad_kernel(gate_up, grad, out, f, BLOCK: tl.constexpr):
 # ---------------------------------------------------------------- rotary embedding
 
 
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: float) -> torch.Tensor:
-    """`Rotation` of grpo/parts/model/layers.py, with `sign` -1.0 its inverse; x [T, 1, heads, d] → [T, 1, heads, d]."""
+def rotate(x, cos, sin, sign: float):
+    """`Rotation` of grpo/parts/model/layers.py, or its inverse with `sign` -1.0; x [T, 1, heads, d] → the same."""
     tokens, _, heads, d = x.shape
     if x.stride(-1) != 1:
         x = x.contiguous()
