@@ -1,12 +1,11 @@
 """Rollout routing replay (R3): the trainer's routers choose the experts that vLLM chose when it sampled.
 
-Source: Ma et al. (2025), arXiv 2510.11370. Only the choice is replayed: the weight of each expert comes from the
-trainer's own logits of all experts, so the router has a gradient. A row of tokens holds a route as k numbers, each an
-expert's number plus 1; 0 means no route, and the router chooses by itself, as in padding.
+Source: Ma et al. (2025), arXiv 2510.11370. Only the choice is replayed. The weight of each expert comes from the
+trainer's own logits of all experts, so the router has a gradient. A row of tokens has a route as k numbers, each an
+expert's number plus 1. 0 means no route: the router chooses by itself, as in padding.
 """
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from config import TrainingError
-from grpo.parts.base.ranks import to_device
+from grpo.parts.base.ranks import device, to_device
 from grpo.parts.model.attention import own_stripe  # before Megatron-core
 
 # isort: split
@@ -79,31 +78,30 @@ class Replay:
     """
 
     def __init__(self):
-        self.routes: torch.Tensor | None = None  # [tokens, k], of the present micro-batch; None: the router chooses
+        self.routes = None  # [tokens, k], of the present micro-batch, by set_routes
         self.training = False
-        self.to_recompute: deque[torch.Tensor] = deque()  # routes of micro-batches that recompute will repeat
-        self.counts: torch.Tensor | int = 0  # [2], routes replayed in training; those that the router did not choose
+        self.to_recompute = deque()  # routes of micro-batches that recompute will repeat
+        self.counts = 0  # [2], routes replayed in training, and those that the router did not choose
 
-    def get_replay_topk(
-        self, scores: torch.Tensor, k: int, num_groups: int | None, group_topk: int | None, choose: Callable
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def get_replay_topk(self, scores, k, num_groups, group_topk, choose):
         """scores of all experts [tokens, E] → the scores and numbers of the k experts of each token, [tokens, k] each.
 
-        `choose` is Megatron's own top-k. Where it chooses the same experts its order is kept, so results are bit-equal.
+        `choose` is Megatron's own top-k. If it chooses the same experts, its order is kept, so results are bit-equal.
         """
-        values, own = choose(scores, k, num_groups, group_topk)
-        if self.routes is None:
-            return values, own
+        _, own = choose(scores, k, num_groups, group_topk)
+
+        # The routes of the micro-batch that this pass computes, for the first time or again.
         routes = self.routes
         if torch.is_grad_enabled():
             routes = self.to_recompute.popleft() if self.to_recompute else routes
         elif self.training:
             self.to_recompute.append(routes)
-        replayed = routes[:, :1] > 0  # [tokens, 1]
+
+        is_replayed = routes[:, :1] > 0  # [tokens, 1]
         theirs = routes.long() - 1
-        differs = replayed & (own.sort(-1).values != theirs.sort(-1).values).any(-1, keepdim=True)
+        differs = is_replayed & (own.sort(-1).values != theirs.sort(-1).values).any(-1, keepdim=True)
         if torch.is_grad_enabled():  # counts each token once, with recompute or without
-            self.counts = self.counts + torch.stack([replayed.sum(), differs.sum()])
+            self.counts = self.counts + torch.stack([is_replayed.sum(), differs.sum()])
         experts = torch.where(differs, theirs, own)
         return scores.gather(-1, experts), experts
 
@@ -129,17 +127,17 @@ def set_routes(chunk, mb) -> None:
 
 
 def reduce_counts(model: list) -> dict[str, int]:
-    """The counts of the update just computed, over all ranks and layers, which then start at 0; {} without replay.
+    """The counts of the update just computed, over all ranks and layers, which then start at 0. All ranks call this.
 
-    "routes" were replayed; of these, "routes_differ" are not what the trainer's router chose.
+    "routes" were replayed. "routes_differ" of these are not what the trainer's router chose.
     """
-    replays = [router.router_replay for chunk in model for router in routers(chunk)]
-    if not replays or replays[0].routes is None:
-        return {}
-    if any(replay.to_recompute for replay in replays):
-        raise RuntimeError("routes were queued for activation recompute, which did not run")
-    counts = sum(replay.counts for replay in replays)
-    dist.all_reduce(counts)  # each rank counts its own tokens and layers
-    for replay in replays:
+    counts = torch.zeros(2, dtype=torch.int64, device=device())
+    for router in [router for chunk in model for router in routers(chunk)]:
+        replay = router.router_replay
+        if replay.to_recompute:
+            raise RuntimeError("routes were queued for activation recompute, which did not run")
+        counts += replay.counts
         replay.counts = 0
-    return dict(zip(("routes", "routes_differ"), counts.tolist(), strict=True))
+    dist.all_reduce(counts)  # each rank counts its own tokens and layers
+    replayed, differ = counts.tolist()
+    return {"routes": replayed, "routes_differ": differ}
