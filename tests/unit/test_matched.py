@@ -101,7 +101,7 @@ def test_gradients_are_those_of_the_trainers_own_operations():
     heads = [normal(11, n, 32, seed=n) for n in (4, 2, 2)]
 
     def product_of(x, weight):
-        return matched.Linear.apply(x, weight, None, None, False, False)
+        return matched.Linear.apply(x, weight, None)
 
     pairs = [
         (matched.Normalization.apply, layers.Normalization.apply, (x, w), (1e-6,)),

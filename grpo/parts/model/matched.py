@@ -1,7 +1,7 @@
 """The forward pass in vLLM's arithmetic (model.match_engine), so that its log-probs have the bits of vLLM's.
 
 Each function below computes forward by the operation that vLLM calls, and backward by the formulas of layers.py,
-attention.py and experts.py. `attach` puts them into a model. On a CPU: docs/equal-bits.md.
+attention.py and experts.py. `attach` puts them into a model. All this is for CPUs; see docs/equal-bits.md.
 """
 
 import math
@@ -13,44 +13,49 @@ import torch.nn.functional as F
 
 from grpo.parts.base.by_row import product, queries_of_a_piece, split_queries
 from grpo.parts.model import layers, lora  # first: it prepares the process for Megatron-core
-from grpo.parts.model.attention import PackedAttention, Segments, attend_padded
+from grpo.parts.model.attention import PackedAttention, Segments, attend_padded, count_from
+from grpo.parts.model.routes import Replay
 
 # isort: split
 from megatron.core import parallel_state as mpu
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
 from megatron.core.tensor_parallel.mappings import (
     _gather_along_first_dim,
     _gather_along_last_dim,
-    _reduce,
-    _reduce_scatter_along_first_dim,
+    _split_along_first_dim,
 )
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
-# Between layers the sum of residual and output is fp32: vLLM normalizes it before it is rounded.
+# Between layers the sum of residual and output is fp32, because vLLM normalizes it before it is rounded.
 OPTIONS = {"fp32_residual_connection": True, "pipeline_dtype": torch.float32}
 PAGE = 128  # tokens of a block of keys and values
 
 
-def supports(hf) -> bool:
-    """Whether all operations of the model of a Hugging Face config are here: no linear attention, no shared expert."""
+def supports(hf):
+    """Whether all operations of a model are here: it has no linear attention and no shared expert."""
     is_linear = "linear_attention" in (getattr(hf, "layer_types", None) or [])
     return not is_linear and not getattr(hf, "shared_expert_intermediate_size", None)
 
 
-def attach(chunk: torch.nn.Module) -> None:
+def attach(chunk):
     """Let a model chunk compute as vLLM does."""
     for layer in chunk.decoder.layers:
         layer.self_attn_bda = layer.mlp_bda = residual_sum
+
     for module in chunk.modules():
         if isinstance(module, layers.RMSNorm):
             module.normalize = Normalization.apply
         elif isinstance(module, PackedAttention):
-            module.rotary.rotation, module.attend = Rotation.apply, Attention.apply
+            module.rotary.rotation = Rotation.apply
+            module.attend = Attention.apply
         elif isinstance(module, ColumnParallelLinear | RowParallelLinear) and not module.is_expert:
-            is_adapted = hasattr(module.weight, "adapter")
-            module._forward_impl = partial(module._forward_impl, product=product) if is_adapted else linear
-            if isinstance(module, RowParallelLinear) and module.tp_group.size() > 1:
-                module.forward = partial(row_parallel, module)
+            match_linear(module)
         elif isinstance(module, MoELayer):
             module.forward = partial(experts, module, module.forward)
 
@@ -58,63 +63,69 @@ def attach(chunk: torch.nn.Module) -> None:
 # ---------------------------------------------------------------- linear layers
 
 
+def match_linear(module):
+    """Let a parallel layer compute as vLLM does, with its adapters if it has any."""
+    if hasattr(module.weight, "adapter"):
+        module._forward_impl = partial(module._forward_impl, product=product)
+    else:
+        module._forward_impl = linear
+    if isinstance(module, RowParallelLinear) and module.tp_group.size() > 1:
+        module.forward = partial(row_parallel, module)
+
+
+def linear(input, weight, bias, *, allreduce_dgrad, sequence_parallel, tp_group, **unused):
+    """Replaces Megatron's linear functions and has their arguments; [T (/ tp), 1, in] → [T, 1, out]."""
+    if sequence_parallel:
+        input = gather_from_sequence_parallel_region(input, group=tp_group)  # the backward pass reduce-scatters
+    elif allreduce_dgrad:
+        input = copy_to_tensor_model_parallel_region(input, group=tp_group)  # the backward pass all-reduces
+    return Linear.apply(input, weight, bias)
+
+
 class Linear(torch.autograd.Function):
-    """x weightᵀ + bias of a parallel layer. Under sequence parallelism x is this rank's shard of the rows."""
+    """x weightᵀ + bias; x [..., in] → [..., out]."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, group, is_sharded, reduces_grad):
+    def forward(ctx, x, weight, bias):
         ctx.save_for_backward(x, weight)
-        ctx.group, ctx.is_sharded, ctx.reduces_grad = group, is_sharded, reduces_grad
-        return product(_gather_along_first_dim(x, group) if is_sharded else x, weight, bias)
+        return product(x, weight, bias)
 
     @staticmethod
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
         grad_x = grad_weight = grad_bias = None
+        rows = grad.flatten(0, -2)
         if ctx.needs_input_grad[0]:
             grad_x = grad @ weight
-            if ctx.is_sharded:
-                grad_x = _reduce_scatter_along_first_dim(grad_x, ctx.group)
-            elif ctx.reduces_grad:
-                grad_x = _reduce(grad_x, ctx.group)
-        rows = grad.flatten(0, -2)
         if ctx.needs_input_grad[1]:
-            x = _gather_along_first_dim(x, ctx.group) if ctx.is_sharded else x
             grad_weight = rows.t() @ x.flatten(0, -2)
         if ctx.needs_input_grad[2]:
             grad_bias = rows.sum(0)
-        return grad_x, grad_weight, grad_bias, None, None, None
+        return grad_x, grad_weight, grad_bias
 
 
-def linear(input, weight, bias, *, allreduce_dgrad, sequence_parallel, tp_group, **unused) -> torch.Tensor:
-    """Replaces Megatron's linear functions and has their arguments; [T, 1, in] → [T, 1, out]."""
-    return Linear.apply(input, weight, bias, tp_group, sequence_parallel, allreduce_dgrad)
+def row_parallel(module, x):
+    """RowParallelLinear.forward with the sum over tensor-parallel ranks by vLLM, whose ranks are the same."""
+    from vllm.distributed import tensor_model_parallel_all_reduce
+
+    options = {"allreduce_dgrad": False, "sequence_parallel": False, "tp_group": None}
+    part = module._forward_impl(x, module.weight, None, **options)
+    total = EngineValue.apply(part, tensor_model_parallel_all_reduce(part.detach().clone()))
+    if module.sequence_parallel:
+        total = scatter_to_sequence_parallel_region(total, group=module.tp_group)
+    return total, None
 
 
-class EngineSum(torch.autograd.Function):
-    """The sum over tensor-parallel ranks, in the order of vLLM, whose ranks are the same; [T, 1, h] → [T (/ tp), 1, h].
-
-    `scatters`: sequence parallelism, under which each rank keeps its shard of the rows.
-    """
+class EngineValue(torch.autograd.Function):
+    """The value that vLLM's operation gave, with the gradient of `ours`."""
 
     @staticmethod
-    def forward(ctx, x, group, scatters):
-        from vllm.distributed import tensor_model_parallel_all_reduce
-
-        ctx.group, ctx.scatters = group, scatters
-        total = tensor_model_parallel_all_reduce(x.clone())
-        return total.chunk(group.size())[group.rank()].contiguous() if scatters else total
+    def forward(ctx, ours, value):
+        return value
 
     @staticmethod
     def backward(ctx, grad):
-        return _gather_along_first_dim(grad, ctx.group) if ctx.scatters else grad, None, None
-
-
-def row_parallel(module: RowParallelLinear, x: torch.Tensor) -> tuple[torch.Tensor, None]:
-    """RowParallelLinear.forward with vLLM's sum."""
-    options = {"allreduce_dgrad": False, "sequence_parallel": False, "tp_group": None}
-    part = module._forward_impl(x, module.weight, None, **options)
-    return EngineSum.apply(part, module.tp_group, module.sequence_parallel), None
+        return grad, None
 
 
 # ---------------------------------------------------------------- norms, residual, rotary embedding
@@ -144,8 +155,8 @@ class ResidualSum(torch.autograd.Function):
         return grad.to(ctx.dtype), grad
 
 
-def residual_sum(training: bool, fused: bool):
-    """Replaces Megatron's get_bias_dropout_add; there is neither bias nor dropout."""
+def residual_sum(training, fused):
+    """Replaces Megatron's get_bias_dropout_add. There is neither bias nor dropout."""
     return lambda x_bias, residual, probability: ResidualSum.apply(x_bias[0], residual)
 
 
@@ -183,17 +194,16 @@ class Attention(torch.autograd.Function):
         kv_heads, dtype = key.shape[1], query.dtype
         isa = _get_attn_isa(dtype, PAGE, d)
 
-        # The requests: pieces of the segments' queries, as vLLM has them.
+        # The requests are pieces of the segments' queries, as in vLLM.
         most = queries_of_a_piece(isa, heads, kv_heads)
         segment_P, queries_P, keys_P = split_queries(segments.queries_S, segments.keys_S, most)
         starts = torch.from_numpy(np.cumsum([0, *queries_P], dtype=np.int32))
         sizes = torch.from_numpy(keys_P.astype(np.int32))
 
-        # Each segment has pages of its own, one after another; pages hold zeros where there is no token.
+        # Each segment has pages of its own, one after another. A page has zeros where there is no token.
         pages_S = -(-segments.keys_S // PAGE)
         first_S = np.cumsum(pages_S) - pages_S
-        shift_S = first_S * PAGE - np.cumsum(segments.keys_S) + segments.keys_S
-        slots = torch.from_numpy(np.arange(len(key)) + np.repeat(shift_S, segments.keys_S))
+        slots = count_from(first_S * PAGE, segments.keys_S)
         table = torch.from_numpy((first_S[segment_P, None] + np.arange(pages_S.max())).astype(np.int32))
         keys, values = torch.zeros(pages_S.sum(), kv_heads, PAGE * 2, d, dtype=dtype).chunk(2, dim=2)
         ops.cpu_attn_reshape_and_cache(key.contiguous(), value.contiguous(), keys, values, slots, isa)
@@ -219,54 +229,40 @@ class Attention(torch.autograd.Function):
 # ---------------------------------------------------------------- experts
 
 
-class EngineValue(torch.autograd.Function):
-    """The value that vLLM's operations gave, with the gradient of `ours`."""
-
-    @staticmethod
-    def forward(ctx, ours, value):
-        return value
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad, None
-
-
-class Chosen:
-    """The choice of a router, for which Megatron's top-k asks: the numbers of each token's experts, [tokens, k]."""
-
-    def __init__(self, experts: torch.Tensor):
-        self.experts = experts
-
-    def get_replay_topk(self, scores, k, num_groups, group_topk, choose) -> tuple[torch.Tensor, torch.Tensor]:
-        return scores.gather(-1, self.experts), self.experts
-
-
-def experts(layer: MoELayer, forward, hidden: torch.Tensor, *args, **options) -> tuple[torch.Tensor, None]:
+def experts(layer: MoELayer, forward, hidden, *args, **options):
     """MoELayer.forward with the value of vLLM's kernel, which adds up a token's experts in fp32; [T (/ tp), 1, h].
 
-    For it each rank gathers the weights of all experts of the layer. The gradient is that of Megatron's own `forward`.
+    For this, each rank gathers the weights of all experts of the layer. The gradient is that of Megatron's `forward`.
     """
     tp, router = layer.tp_group, layer.router
     is_sharded = layer.config.sequence_parallel
-
     with torch.no_grad():
         rows = _gather_along_first_dim(hidden, tp) if is_sharded else hidden
         rows = rows.flatten(0, -2)
         weights_T, experts_T = choose_experts(product(rows, router.weight.to(rows.dtype)), router)
-        fc1, fc2 = (whole_experts(layer, name) for name in ("linear_fc1", "linear_fc2"))
+        fc1, fc2 = whole_experts(layer, "linear_fc1"), whole_experts(layer, "linear_fc2")
         value = run_experts(rows, fc1, fc2, weights_T, experts_T, tp)
     if is_sharded:
-        value, experts_T = (x.chunk(tp.size())[tp.rank()] for x in (value, experts_T))
+        value, experts_T = _split_along_first_dim(value, tp), _split_along_first_dim(experts_T, tp)
 
-    # The gradient goes through the same experts: those of vLLM's router, or its recorded ones.
-    replay = router.router_replay
-    if replay is None or isinstance(replay, Chosen) or replay.routes is None:
+    # The gradient goes through the same experts: the recorded ones if there are any, else those of vLLM's router.
+    if not isinstance(router.router_replay, Replay):
         router.router_replay = Chosen(experts_T.long())
     ours, bias = forward(hidden, *args, **options)
     return EngineValue.apply(ours, value.view_as(ours)), bias
 
 
-def choose_experts(logits: torch.Tensor, router: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+class Chosen:
+    """Gives Megatron's top-k the experts of each token, [tokens, k], that were chosen before."""
+
+    def __init__(self, experts):
+        self.experts = experts
+
+    def get_replay_topk(self, scores, k, num_groups, group_topk, choose):
+        return scores.gather(-1, self.experts), self.experts
+
+
+def choose_experts(logits, router):
     """The weights, fp32, and the numbers of each token's k experts as vLLM's router chooses; [T, E] → [T, k] each."""
     from vllm.model_executor.layers.fused_moe.router.cpu_router import select_experts
 
@@ -274,14 +270,17 @@ def choose_experts(logits: torch.Tensor, router: torch.nn.Module) -> tuple[torch
     return select_experts(logits, logits, router.topk, use_grouped_topk=False, renormalize=renormalize)
 
 
-def whole_experts(layer: MoELayer, name: str) -> torch.Tensor:
-    """The weights `name` of all experts of a layer, [E, out, in], from the ranks that hold them."""
-    weights = [getattr(expert, name).weight for expert in layer.experts.local_experts]
-    held = [lora.merged_weight(weight) if hasattr(weight, "adapter") else weight for weight in weights]
-    own = torch.stack(held)  # [experts of this rank, out, in], of which etp ranks hold parts
+def whole_experts(layer, name: str):
+    """The weights `name` of all experts of a layer, [E, out, in], from the ranks that have them."""
+    weights = []
+    for expert in layer.experts.local_experts:
+        weight = getattr(expert, name).weight
+        weights.append(lora.merged_weight(weight) if hasattr(weight, "adapter") else weight)
+    own = torch.stack(weights)  # [experts of this rank, out, in], of which etp ranks have parts
     group, etp = mpu.get_expert_tensor_and_model_parallel_group(), mpu.get_expert_tensor_parallel_world_size()
     if group.size() == 1:
         return own
+
     parts = _gather_along_first_dim(own, group).unflatten(0, (-1, etp, len(own)))  # [ep, etp, experts of a rank, ...]
     if name == "linear_fc2":  # split by columns
         return parts.permute(0, 2, 3, 1, 4).flatten(3, 4).flatten(0, 1)
@@ -289,7 +288,7 @@ def whole_experts(layer: MoELayer, name: str) -> torch.Tensor:
     return gate_up.permute(0, 2, 3, 1, 4, 5).flatten(2, 4).flatten(0, 1)
 
 
-def run_experts(rows, fc1, fc2, weights_T, experts_T, tp) -> torch.Tensor:
+def run_experts(rows, fc1, fc2, weights_T, experts_T, tp):
     """vLLM's kernel on the rows [T, h], where each of `tp` ranks has a part of every expert; the sum over ranks."""
     from vllm import _custom_ops as ops
     from vllm.distributed import tensor_model_parallel_all_reduce
@@ -298,33 +297,39 @@ def run_experts(rows, fc1, fc2, weights_T, experts_T, tp) -> torch.Tensor:
     has_tiles = torch.cpu._is_amx_tile_supported() and rows.dtype is torch.bfloat16
     kernel = X86CPUUnquantizedExperts if has_tiles else CPUUnquantizedExperts
 
-    # This rank's part of each expert, its width rounded up with zeros as vLLM does, in the kernel's order.
+    # This rank's part of each expert. Its width is rounded up with zeros, as vLLM does.
     gate_up = fc1.unflatten(1, (2, -1)).chunk(tp.size(), 2)[tp.rank()]  # [E, 2, ffn / tp, h]
     down = fc2.chunk(tp.size(), 2)[tp.rank()]
     missing = -down.shape[2] % kernel._intermediate_alignment()
     gate_up, down = F.pad(gate_up, (0, 0, 0, missing)).flatten(1, 2), F.pad(down, (0, missing))
-    packed = [ops.cpu_prepack_moe_weight(weight.contiguous(), kernel.isa) for weight in (gate_up, down)]
 
+    # In the order of the kernel.
+    gate_up = ops.cpu_prepack_moe_weight(gate_up.contiguous(), kernel.isa)
+    down = ops.cpu_prepack_moe_weight(down.contiguous(), kernel.isa)
     out = torch.empty_like(rows)
-    ops.cpu_fused_moe(out, rows.contiguous(), *packed, None, None, weights_T, experts_T, "silu", kernel.isa)
+    ops.cpu_fused_moe(out, rows.contiguous(), gate_up, down, None, None, weights_T, experts_T, "silu", kernel.isa)
     return tensor_model_parallel_all_reduce(out) if tp.size() > 1 else out
 
 
 # ---------------------------------------------------------------- the head
 
 
-def logp_stats(logits_M, targets_M, temperature: float, with_entropy: bool) -> torch.Tensor:
+def logp_stats(logits_M, targets_M, temperature, with_entropy):
     """Log-prob of the target by torch's log_softmax of whole rows, as in vLLM; entropy, log Z and 0; [4, M] fp32.
 
-    logits [M, V / tp], of l = logit / temperature; with log Z for its maximum, logits_grad divides by a sum of 1.
+    logits [M, V / tp], of l = logit / temperature. logits_grad takes the last two for max l and the log of the sum of
+    exp(l - max l): with log Z as the maximum, this sum is 1.
     """
     logits_M = _gather_along_last_dim(logits_M, mpu.get_tensor_model_parallel_group())
-    rows = max(layers.BLOCK // logits_M.shape[-1], 1)
-    stats = []  # of some rows at a time, which stay in the CPU's cache
-    for logits, target in zip(logits_M.split(rows), targets_M.split(rows), strict=True):
-        scaled = logits.float() / temperature
+    stats = torch.zeros(4, len(logits_M))
+    logp_M, entropy_M, log_z_M, _ = stats
+    for rows in layers.row_blocks(logits_M):
+        scaled = logits_M[rows].float() / temperature
         logp = scaled.log_softmax(-1)
-        at_target, l_target = (x.gather(-1, target[:, None])[:, 0] for x in (logp, scaled))
-        entropy = -(logp.exp() * logp).sum(-1) if with_entropy else torch.full_like(at_target, math.nan)
-        stats.append(torch.stack([at_target, entropy, l_target - at_target, torch.zeros_like(entropy)]))
-    return torch.cat(stats, dim=1)
+        column = targets_M[rows, None]
+        logp_M[rows] = logp.gather(-1, column)[:, 0]
+        log_z_M[rows] = scaled.gather(-1, column)[:, 0] - logp_M[rows]
+        entropy_M[rows] = math.nan
+        if with_entropy:
+            entropy_M[rows] = -(logp.exp() * logp).sum(-1)
+    return stats
