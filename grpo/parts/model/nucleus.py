@@ -51,8 +51,9 @@ class Nuclei:
 
 
 def places(mb, own_M: np.ndarray, first: int, vocab: int, chunk: int) -> list[torch.Tensor]:
-    """Where the nuclei are in this rank's logits, [rows, vocab] of the ids from `first` on, in the rows that `own_M`
-    chooses of mb.rows: of each `chunk` of rows, the places in the flattened logits.
+    """Where the nuclei are in this rank's logits, [rows, vocab], whose first id is `first`.
+
+    The rows are those of mb.rows that `own_M` chooses. For each `chunk` of rows: the places in the flattened logits.
     """
     ids = np.concatenate([np.zeros(0, "i4"), *mb.replay["nuclei"].ids])
     is_end = ids < 0
@@ -60,15 +61,17 @@ def places(mb, own_M: np.ndarray, first: int, vocab: int, chunk: int) -> list[to
     row = is_end.cumsum() - is_end  # of each id, among mb.rows
     column = ids - first
     is_here = own_M[row] & (column >= 0) & (column < vocab)
-    place = ((own_M.cumsum() - 1)[row] * vocab + column)[is_here]
-    starts = np.arange(0, max(own_M.sum(), 1), chunk) * vocab
-    parts = np.split(place, place.searchsorted(starts[1:]))
-    shifted = (torch.from_numpy(part - start) for part, start in zip(parts, starts, strict=True))
-    return [to_device(part, mb.tokens.device) for part in shifted]
+    row, column = (own_M.cumsum() - 1)[row[is_here]], column[is_here]
+
+    on = mb.tokens.device
+    starts = range(0, max(own_M.sum(), 1), chunk)
+    ends = row.searchsorted(starts[1:])
+    parts = np.split(row * vocab + column, ends)
+    return [to_device(torch.from_numpy(part - start * vocab), on) for part, start in zip(parts, starts, strict=True)]
 
 
-def cut_logits(logits_M: torch.Tensor, place: torch.Tensor) -> None:
-    """Write LOW over the logits [M, V / tp], but for those at `place`; nobody else has them."""
+def cut_logits(logits_M, place):
+    """Write LOW over the logits [M, V / tp] except at `place`. Nobody else has these logits."""
     flat = logits_M.view(-1)
     kept = flat[place]
     flat.fill_(LOW)[place] = kept
