@@ -1,7 +1,6 @@
 """A model of plain transformers, whose weights are given at each call, under the names of the files of its folder."""
 
 import math
-import operator
 import re
 import zlib
 from collections.abc import Iterator
@@ -13,12 +12,99 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 EXPERT = re.compile(r"(.*\.layers\.\d+)\.\w+\.experts\.(\d+)\.(\w+)\.weight")
-GATE, UP, DOWN = ("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2")
-IN = ("q_proj", "k_proj", "v_proj", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
-TARGETS = {"qkv": IN, "proj": ("o_proj", "out_proj"), "fc1": (*GATE, *UP), "fc2": DOWN}
+MIXTRAL = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+TARGETS = {  # of adapters → the names of their weights
+    "qkv": ("q_proj", "k_proj", "v_proj", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
+    "proj": ("o_proj", "out_proj"),
+    "fc1": ("gate_proj", "up_proj", "w1", "w3"),
+    "fc2": ("down_proj", "w2"),
+}
 POSITIONS, LOGITS = 2**13, 2**26  # of a batch, at most
 
 Weights = dict[str, Tensor]
+
+
+class Model:
+    """Log-probs and entropies of answers. It has no weights of its own; `weights` are {name in the files: tensor}."""
+
+    def __init__(self, folder: str | Path):
+        self.config = transformers.AutoConfig.from_pretrained(folder).get_text_config()
+        self.module = transformers.AutoModelForCausalLM.from_config(
+            self.config, dtype=torch.float32, attn_implementation="sdpa", experts_implementation="eager"
+        )
+        self.module.eval()
+        self.module.model.embed_tokens.padding_idx = None  # transformers would drop that row's gradient
+
+    def batches(self, prompts, responses) -> Iterator[list[int]]:
+        """Numbers of the answers that `answers_logp` takes at once: as many as memory holds, of like length."""
+        lengths = [len(prompt) + len(response) for prompt, response in zip(prompts, responses, strict=True)]
+        left = sorted(range(len(lengths)), key=lengths.__getitem__)
+        while left:
+            logits = max(len(responses[n]) for n in left) * self.config.vocab_size
+            size = max(1, min(POSITIONS // lengths[left[-1]], LOGITS // logits))
+            yield left[-size:]
+            del left[-size:]
+
+    def answers_logp(
+        self, weights: Weights, prompts: list[list[int]], responses: list[list[int]], temperature
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Log-prob and entropy at each response token, [response] each, of the answers of a batch."""
+        logps = self.logits(weights, prompts, responses, temperature).log_softmax(-1)
+        entropies = -(logps.exp() * logps).sum(-1)
+        targets = torch.tensor([token for response in responses for token in response], device=logps.device)
+        chosen = logps.gather(-1, targets[:, None])[:, 0]
+        sizes = [len(response) for response in responses]
+        return list(zip(chosen.split(sizes), entropies.split(sizes), strict=True))
+
+    def logits(self, weights, prompts, responses, temperature) -> Tensor:
+        """The logits from which the response tokens of a batch are drawn, [all tokens, vocabulary]."""
+        own = {}
+        for name, weight in module_weights(weights).items():
+            own[name.removeprefix("model.").removeprefix("language_model.")] = weight
+        head = own.pop("lm_head.weight", own["embed_tokens.weight"])
+
+        # A row of ids for each answer: a position does not see the padding after it.
+        rows = [torch.tensor(prompt + response) for prompt, response in zip(prompts, responses, strict=True)]
+        ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(head.device)
+        inputs = {"input_ids": ids, "use_cache": False}
+        hidden = torch.func.functional_call(self.module.model, own, args=(), kwargs=inputs).last_hidden_state
+        states = [hidden[n, len(prompt) - 1 : len(rows[n]) - 1] for n, prompt in enumerate(prompts)]
+        return torch.cat(states) @ head.T / temperature
+
+
+def module_weights(weights) -> Weights:
+    """The parameters of the module: as in the files, but transformers 5 holds all experts of a layer in two tensors."""
+    found = {}
+    experts = {}  # layer → number → name of a part → weight
+    for name, weight in weights.items():
+        match = EXPERT.fullmatch(name)
+        if match:
+            layer, number, part = match.groups()
+            experts.setdefault(layer, {}).setdefault(int(number), {})[MIXTRAL.get(part, part)] = weight
+        else:
+            found[name.replace("block_sparse_moe.gate.", "mlp.gate.")] = weight
+
+    for layer, by_number in experts.items():
+        parts = [part for _, part in sorted(by_number.items())]
+        gate_up = [torch.cat([part["gate_proj"], part["up_proj"]]) for part in parts]
+        found[f"{layer}.mlp.experts.gate_up_proj"] = torch.stack(gate_up)
+        found[f"{layer}.mlp.experts.down_proj"] = torch.stack([part["down_proj"] for part in parts])
+    return found
+
+
+# ---------------------------------------------------------------- what a folder has
+
+
+def read_weights(folder: str | Path, dtype: str, tied: bool, device="cpu") -> Weights:
+    """The tensors of all safetensors files of a folder, in fp32 but with the values that a model of `dtype` has."""
+    weights = {}
+    for file in sorted(Path(folder).glob("*.safetensors")):
+        for name, weight in load_file(file).items():
+            if not name.startswith(("model.visual.", "mtp.")):
+                weights[name] = rounded(weight.to(device, torch.float32), dtype)
+    if tied:
+        weights.pop("lm_head.weight", None)
+    return weights
 
 
 def rounded(weight: Tensor, dtype: str) -> Tensor:
@@ -29,116 +115,38 @@ def rounded(weight: Tensor, dtype: str) -> Tensor:
     return weight + (weight.detach().to(half).float() - weight.detach())
 
 
-def end_tokens(folder: str, tokenizer) -> set[int]:
+def end_tokens(folder, tokenizer) -> set[int]:
     """The tokens that end an answer."""
     read = transformers.GenerationConfig if Path(folder, "generation_config.json").exists() else transformers.AutoConfig
     ends = read.from_pretrained(folder).eos_token_id
     return {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])}
 
 
-class Model:
-    """Log-probs and entropies of answers. It has no weights of its own; `weights` are {name in the files: tensor}."""
-
-    def __init__(self, folder: str):
-        config = transformers.AutoConfig.from_pretrained(folder).get_text_config()
-        self.module = transformers.AutoModelForCausalLM.from_config(
-            config, dtype=torch.float32, attn_implementation="sdpa", experts_implementation="eager"
-        )
-        self.module.eval()
-        self.module.model.embed_tokens.padding_idx = None  # transformers would drop that row's gradient
-        self.config = config
-
-    def batches(self, prompts: list[list[int]], responses: list[list[int]]) -> Iterator[list[int]]:
-        """Numbers of the answers that `answers_logp` takes at once: as many as memory holds, of like length."""
-        batch, tokens = [], 0
-        for n in sorted(range(len(prompts)), key=lambda n: len(prompts[n]) + len(responses[n])):
-            tokens += len(responses[n])
-            positions = (len(batch) + 1) * (len(prompts[n]) + len(responses[n]))  # it is the longest row
-            if batch and (positions > POSITIONS or tokens * self.config.vocab_size > LOGITS):
-                yield batch
-                batch, tokens = [], len(responses[n])
-            batch.append(n)
-        yield batch
-
-    def answers_logp(
-        self, weights: Weights, prompts: list[list[int]], responses: list[list[int]], temperature: float
-    ) -> list[tuple[Tensor, Tensor]]:
-        """Log-prob and entropy at each response token, [response] each, of the answers of a batch; a row for each."""
-        device = next(iter(weights.values())).device
-        named = module_weights(weights).items()
-        own = {name.removeprefix("model.").removeprefix("language_model."): weight for name, weight in named}
-        head = own.pop("lm_head.weight", own["embed_tokens.weight"])
-        rows = [torch.tensor(both) for both in map(operator.add, prompts, responses)]
-        ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(device)  # a row does not see what is after it
-        inputs = {"input_ids": ids, "use_cache": False}
-        hidden = torch.func.functional_call(self.module.model, own, args=(), kwargs=inputs).last_hidden_state
-        sizes = list(map(len, responses))
-        row_M = [n for n, size in enumerate(sizes) for _ in range(size)]
-        place_M = [len(prompts[n]) - 1 + i for n, size in enumerate(sizes) for i in range(size)]
-        targets = torch.tensor([token for response in responses for token in response], device=device)
-        logps = (hidden[row_M, place_M] @ head.T / temperature).log_softmax(-1)
-        entropies = -(logps.exp() * logps).sum(-1)
-        chosen = logps.gather(-1, targets[:, None])[:, 0]
-        return list(zip(chosen.split(sizes), entropies.split(sizes), strict=True))
-
-
-def module_weights(weights: Weights) -> Weights:
-    """The parameters of the module: as in the files, but transformers 5 holds all experts of a layer in two tensors."""
-    found = {}
-    experts: dict[str, dict[int, dict[str, Tensor]]] = {}
-    for name, weight in weights.items():
-        match = EXPERT.fullmatch(name)
-        if match:
-            layer, number, part = match.groups()
-            experts.setdefault(layer, {}).setdefault(int(number), {})[part] = weight
-        else:
-            found[name.replace("block_sparse_moe.gate.", "mlp.gate.")] = weight
-    for layer, by_number in experts.items():
-        gate_up, down = [], []
-        for number in sorted(by_number):
-            parts = by_number[number]
-            gate, up, last = (next(parts[n] for n in names if n in parts) for names in (GATE, UP, DOWN))
-            gate_up.append(torch.cat([gate, up]))
-            down.append(last)
-        found[f"{layer}.mlp.experts.gate_up_proj"] = torch.stack(gate_up)
-        found[f"{layer}.mlp.experts.down_proj"] = torch.stack(down)
-    return found
-
-
-def read_weights(folder: str | Path, dtype: str, tied: bool, device: torch.device | str = "cpu") -> Weights:
-    """The tensors of all safetensors files of a folder, in fp32 but with the values that a model of `dtype` has."""
-    held = [item for file in sorted(Path(folder).glob("*.safetensors")) for item in load_file(file).items()]
-    held = [(name, weight) for name, weight in held if not name.startswith(("model.visual.", "mtp."))]
-    weights = {name: rounded(weight.to(device, torch.float32), dtype) for name, weight in held}
-    if tied:
-        weights.pop("lm_head.weight", None)
-    return weights
-
-
 # ---------------------------------------------------------------- LoRA
 
 
-def initial_factors(weights: Weights, lora: dict) -> Weights:
+def initial_factors(weights, lora) -> Weights:
     """The factors A [rank, in] and B [out, rank] of each adapted weight before training; A is drawn by its name."""
-    chosen = [part for target in lora["targets"] for part in TARGETS[target]]
+    chosen = [part for target in lora.targets for part in TARGETS[target]]
     factors = {}
     for name, weight in weights.items():
         stem = name.removesuffix("weight")
-        if name.endswith(".weight") and stem.split(".")[-2] in chosen:
-            generator = torch.Generator().manual_seed(zlib.crc32(f"{stem}lora_A.weight".encode()))
-            bound = 1 / math.sqrt(weight.shape[1])
-            drawn = torch.empty(lora["rank"], weight.shape[1]).uniform_(-bound, bound, generator=generator)
-            factors[f"{stem}lora_A.weight"] = drawn
-            factors[f"{stem}lora_B.weight"] = torch.zeros(weight.shape[0], lora["rank"])
+        if not name.endswith(".weight") or stem.split(".")[-2] not in chosen:
+            continue
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{stem}lora_A.weight".encode()))
+        bound = 1 / math.sqrt(weight.shape[1])
+        drawn = torch.empty(lora.rank, weight.shape[1]).uniform_(-bound, bound, generator=generator)
+        factors[f"{stem}lora_A.weight"] = drawn
+        factors[f"{stem}lora_B.weight"] = torch.zeros(weight.shape[0], lora.rank)
     return factors
 
 
-def merge_factors(frozen: Weights, factors: Weights, lora: dict, dtype: str) -> Weights:
+def merge_factors(frozen, factors, lora, dtype) -> Weights:
     """The weights that the model computes with: W + alpha / rank · B A."""
     merged = dict(frozen)
-    for name in factors:
+    for name, a in factors.items():
         if name.endswith("lora_A.weight"):
             stem = name.removesuffix("lora_A.weight")
-            product = factors[f"{stem}lora_B.weight"] @ factors[name]
-            merged[f"{stem}weight"] = rounded(frozen[f"{stem}weight"] + lora["alpha"] / lora["rank"] * product, dtype)
+            product = factors[f"{stem}lora_B.weight"] @ a
+            merged[f"{stem}weight"] = rounded(frozen[f"{stem}weight"] + lora.alpha / lora.rank * product, dtype)
     return merged

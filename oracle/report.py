@@ -35,11 +35,11 @@ BOUNDS = {
 
 
 class Difference(NamedTuple):
-    """A quantity of a run against ours: the largest difference in bounds and in words, and the first that parts."""
+    """How far a quantity of a run is from ours."""
 
-    share: float = 0.0
-    largest: str = "exactly"
-    parts: str = ""
+    share: float = 0.0  # of the bound, at the value that is farthest
+    largest: str = "exactly"  # that difference in words
+    parts: str = ""  # the first value beyond its bound, in words
 
 
 @dataclass
@@ -70,47 +70,58 @@ class Report:
         self.say(item, found.parts and f"{name}: {found.parts}", torch.as_tensor(own).numel())
         return not found.parts
 
-    def compare(self, name: str, theirs, own) -> Difference:
-        """The difference of a number, or numbers, of the run from ours."""
-        theirs = math.nan if theirs is None else theirs
-        theirs, own = (torch.as_tensor(value, dtype=torch.float64).flatten() for value in (theirs, own))
-        if len(theirs) != len(own):
-            return Difference(math.inf, "", f"the run has {len(theirs)} values, not {len(own)}")
-        absolute, relative = self.bounds[max((k for k in self.bounds if name.startswith(k)), key=len)]
-        bounds = absolute + relative * own.abs()
-        apart = (theirs - own).abs().nan_to_num(nan=math.inf)
-        shares = torch.where(apart == 0, 0.0, apart / bounds)
-        if not len(own) or shares.max() == 0:
-            return Difference()
-        worst, share = int(shares.argmax()), shares.max().item()
-        n = int((shares > 1).nonzero()[0]) if share > 1 else 0
-        text = f"the run has {theirs[n]:.6g}, the oracle {own[n]:.6g}" if share > 1 else ""
-        return Difference(share, f"within {apart[worst]:.1e}, bound {bounds[worst]:.1e}: {name}", text)
-
-    def say(self, item: str, problem: str = "", count: int = 1) -> None:
-        """So many values of an item agree or, with a `problem`, one parts, perhaps not for the first time."""
+    def say(self, item: str, problem: str = "", count: int = 1):
+        """Count values of an item that agree or, with a `problem`, one that parts, perhaps not the first."""
         found = self.items[item]
         found.count += count
         if problem and not found.parts:
             found.parts = f"from step {self.step} on: {problem}"
             self.first = self.first or f"step {self.step}, {item}: {problem}"
 
-    def note(self, item: str, why: str) -> None:
+    def note(self, item: str, why: str):
         """Something of the item is not judged, or by no formula of ours."""
         self.items[item].notes.setdefault(why, self.step)
+
+    def compare(self, name: str, theirs, own) -> Difference:
+        """The difference of a number, or numbers, of the run from ours."""
+        theirs = torch.as_tensor(math.nan if theirs is None else theirs, dtype=torch.float64).flatten()
+        own = torch.as_tensor(own, dtype=torch.float64).flatten()
+        if len(theirs) != len(own):
+            return Difference(math.inf, "", f"the run has {len(theirs)} values, not {len(own)}")
+
+        beginning = max((known for known in self.bounds if name.startswith(known)), key=len)
+        absolute, relative = self.bounds[beginning]
+        bounds = absolute + relative * own.abs()
+        apart = (theirs - own).abs().nan_to_num(nan=math.inf)
+        shares = torch.where(apart == 0, 0.0, apart / bounds)
+        if not len(own) or shares.max() == 0:
+            return Difference()
+
+        worst, share = int(shares.argmax()), shares.max().item()
+        parts = ""
+        if share > 1:
+            n = int((shares > 1).nonzero()[0])
+            parts = f"the run has {theirs[n]:.6g}, the oracle {own[n]:.6g}"
+        return Difference(share, f"within {apart[worst]:.1e}, bound {bounds[worst]:.1e}: {name}", parts)
+
+    # ---------------------------------------------------------------- what is shown
 
     def parted(self) -> list[str]:
         """The items that part."""
         return [name for name, item in self.items.items() if item.parts]
 
     def table(self, mine: Sequence[str] = ()) -> str:
-        """A line for each item that the run has, more where something is not judged; `mine`: what may part."""
+        """A line for each item that the run has, more where something is not judged; `mine` are items that may part."""
         lines = [*self.remarks]
-        for name, item in self.items.items():
-            notes = [f"{why} (from step {step} on)" if step > 1 else why for why, step in item.notes.items()]
+        for label, item in self.items.items():
+            texts = []
             if item.parts:
-                notes.insert(0, f"{'yours' if name in mine else 'PARTS'} {item.parts}")
+                texts.append(f"{'yours' if label in mine else 'PARTS'} {item.parts}")
             elif item.count:
-                notes.insert(0, f"agrees {item.largest.largest} ({item.count} values)")
-            lines += [f"{label:14}{text}" for label, text in zip([name, *[""] * len(notes)], notes, strict=False)]
+                texts.append(f"agrees {item.largest.largest} ({item.count} values)")
+            for why, step in item.notes.items():
+                texts.append(f"{why} (from step {step} on)" if step > 1 else why)
+            for text in texts:
+                lines.append(f"{label:14}{text}")
+                label = ""  # further lines of the item have none
         return "\n".join(lines)

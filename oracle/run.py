@@ -3,7 +3,6 @@
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -33,7 +32,7 @@ class Recorded:
 
 
 def read_rows(path: Path) -> list[dict]:
-    """The objects of a file with one a line; half a line, which a killed process leaves at the end, is none."""
+    """The objects of a file with one a line, without half a line that a killed process left at its end."""
     return [json.loads(line) for line in path.open(encoding="utf-8") if line.endswith("\n")]
 
 
@@ -42,30 +41,34 @@ def read_run(folder: Path, steps: int | None = None) -> Recorded:
     if not (folder / "config.yaml").exists():
         raise ValueError(f"{folder} has no config.yaml: give the output_dir of a run")
     cfg, remarks = read_config(yaml.safe_load((folder / "config.yaml").read_text()))
+
+    # What follows a step without answers cannot be repeated.
     names = sorted(path.stem for path in folder.glob("rollouts/step_*.jsonl"))
     found = [int(name.removeprefix("step_")) for name in names][:steps]
-    if found[:1] != [1]:
+    steps = [step for number, step in enumerate(found, start=1) if step == number]
+    if not steps:
         raise ValueError(f"{folder}/rollouts has no answers of step 1 (step_000001.jsonl): nothing to repeat")
+    if len(steps) < len(found):
+        remarks.append(f"rollouts/ has no answers of step {steps[-1] + 1}: what follows is not judged")
+
+    # The metrics of a step may be missing.
     log = folder / "metrics.jsonl"
     lines = read_rows(log) if log.exists() else []
     metrics = {line["step"]: line for line in lines if "reward/mean" in line}
-    if lacking := [step for step in found if step not in metrics]:
+    if lacking := [step for step in steps if step not in metrics]:
         remarks.append(f"metrics.jsonl has no line of step {lacking[0]}: what it would say of {lacking} is not judged")
-    steps = [step for number, step in enumerate(found, start=1) if step == number]
-    if len(steps) < len(found):
-        remarks.append(f"rollouts/ has no answers of step {steps[-1] + 1}: what follows is not judged")
     return Recorded(folder, cfg, metrics, steps, remarks)
 
 
-def read_config(tree: dict[str, Any]) -> tuple[Config, list[str]]:
-    """The configuration of a run, without keys that this commit does not know, and a remark on each such."""
-    remarks, lacking = [], []
+def read_config(tree: dict) -> tuple[Config, list[str]]:
+    """The configuration of a run, and a remark on each key that only it or only this commit knows."""
+    remarks = []
     for section, kind in {"": Config, **SECTIONS}.items():
-        held = tree.setdefault(section, {}) if section else tree
-        dot = f"{section}." if section else ""
-        for name in sorted(held.keys() - kind.model_fields.keys()):
-            remarks.append(f"this commit does not know {dot}{name}={held.pop(name)}: ignored")
-        lacking += [f"{dot}{name}" for name in kind.model_fields if name not in held]
-    if lacking:
-        remarks.append(f"the run knows no {', '.join(lacking)}: it is of another commit; defaults hold")
+        part = tree.setdefault(section, {}) if section else tree
+        for name in sorted(part.keys() ^ kind.model_fields.keys()):
+            key = f"{section}.{name}".removeprefix(".")
+            if name in part:
+                remarks.append(f"this commit does not know {key}={part.pop(name)}: ignored")
+            else:
+                remarks.append(f"the run, of another commit, does not know {key}: the default is used")
     return Config.model_validate(tree), remarks

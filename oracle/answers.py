@@ -1,0 +1,188 @@
+"""The answers of a step against the data, the sampling and the rewards of the configuration.
+
+Rows are answers as rollouts/ has them; `state` is what repeats the run (state.py).
+"""
+
+from collections import Counter
+from itertools import accumulate
+
+import torch
+
+from oracle import formulas
+from oracle.algorithm import seed_of
+from oracle.trainer import scored
+
+# ---------------------------------------------------------------- order
+
+
+def judge_order(state, rows) -> dict:
+    """The prompt of each group against the order of the data. Returns {group: its Prompt of the data, or None}."""
+    groups = {row["group"]: tuple(row["prompt_ids"]) for row in rows}
+    state.taken += len(groups)
+    if not any(len(each) for each in state.sets):
+        state.report.note("order", "not judged: there are no data")
+        return {}
+
+    prompts = {}
+    for group, ids in sorted(groups.items()):
+        chosen, number = next(state.stream)
+        prompt, problem = state.sets[chosen][number], ""
+        if tuple(prompt.ids) != ids:
+            found, wanted = (repr(state.tokenizer.decode(each)[-40:]) for each in (ids, prompt.ids))
+            prompt, problem = state.by_prompt.get(ids), f"group {group} has the prompt {found}, not {wanted}"
+        prompts[group] = prompt
+        state.report.say("order", problem)
+    return prompts
+
+
+# ---------------------------------------------------------------- seeds, sampling, answers
+
+
+def judge_answers(state, rows, step, sampling, limit):
+    """The seed of each answer's group, its requests to vLLM, how it ended, and the text that was graded.
+
+    `sampling` has the keys of the section rollout or eval, and `limit` is the most tokens of an answer.
+    """
+    report, numbers = state.report, Counter()
+    for row in rows:
+        group, seed = row["group"], seed_of(state.cfg.seed, step, row["group"])
+        report.say("seeds", f"{row['seed']} of group {group}, not {seed}" if row["seed"] != seed else "")
+        judge_requests(state, row, numbers[group], sampling, limit)
+        numbers[group] += 1
+        if state.tokenizer is None:
+            report.note("answers", "not judged: there is no tokenizer")
+        else:
+            problem = answer_problem(state, row, sampling, limit)
+            report.say("answers", problem and f"an answer of group {group}: {problem}")
+
+
+def judge_requests(state, row, number, sampling, limit):
+    """What SamplingParams said for each turn of an answer, the `number`-th of its group."""
+    if not row.get("sampling"):
+        return state.report.note("sampling", "not recorded")
+    wanted = {"temperature": sampling.temperature, "stop": sampling.stop}
+    if sampling.temperature:  # else vLLM takes the likeliest token, whatever top_p and top_k say
+        wanted |= {"temperature": max(sampling.temperature, 0.01), "top_p": sampling.top_p, "top_k": sampling.top_k}
+    wanted["stop_token_ids"] = {*sampling.stop_token_ids, *state.ends}  # vLLM adds some of the model's own
+
+    starts, wrong = [0, *accumulate(row["turns"])], []
+    if len(row["sampling"]) != len(row["turns"][::2]):
+        wrong.append(f"{len(row['sampling'])} requests")
+    for turn, given in enumerate(row["sampling"]):
+        wanted["max_tokens"], wanted["seed"] = limit - starts[2 * turn], row["seed"]
+        if turn:
+            wanted["seed"] = seed_of(row["seed"], number, turn)
+        elif state.cfg.rollout.turns:  # else there is one request for the whole group
+            wanted["seed"] += number
+        given = given | {"stop_token_ids": {*given["stop_token_ids"], *state.ends}}
+        for name, right in wanted.items():
+            if given.get(name) != right:
+                wrong.append(f"{name}={given.get(name)}, not {right}")
+    state.report.say("sampling", wrong and f"group {row['group']}, answer {number}: {'; '.join(wrong)}")
+
+
+def answer_problem(state, row, sampling, limit) -> str:
+    """What is wrong with the length, the end or the text of an answer; empty if nothing is."""
+    length, finished, has_turns = len(row["response_ids"]), row["finished"], state.cfg.rollout.turns
+    # With turns the limit may also cut what the environment replies.
+    if length > limit or (not finished and not has_turns and length < limit):
+        return f"it has {length} tokens, the limit is {limit}, finished is {finished}"
+    *before, last = [has_ended(state, ids, sampling) for ids in turns_of(row)[::2]]
+    if finished != last and (finished or not has_turns):
+        return f"finished is {finished}, but the last token {row['response_ids'][-1]} says otherwise"
+    text = state.tokenizer.decode(row["response_ids"], skip_special_tokens=True)
+    if text != row["text"]:
+        return f"graded text is {row['text'][:40]!r}, the tokens say {text[:40]!r}"
+    return "" if all(before) else "a turn before the last did not end"
+
+
+def has_ended(state, ids, sampling) -> bool:
+    """Whether the last token is an end token or a stop token, or completes a stop text."""
+    if ids[-1] in {*state.ends, *sampling.stop_token_ids}:
+        return True
+    if not sampling.stop:
+        return False
+    before, whole = state.tokenizer.decode(ids[:-1]), state.tokenizer.decode(ids)
+    return any(text in whole and text not in before for text in sampling.stop)
+
+
+def turns_of(row) -> list[list[int]]:
+    """The tokens of each turn, of model, environment, model, ..."""
+    ends = accumulate(row["turns"])
+    return [row["response_ids"][end - length : end] for end, length in zip(ends, row["turns"], strict=True)]
+
+
+# ---------------------------------------------------------------- rewards and groups
+
+
+def judge_rewards(state, rows, prompts, buffer):
+    """The sum of each reward's parts, the penalty on length over the last `buffer` tokens, and the parts themselves,
+    graded anew. `prompts` are {group: Prompt}.
+    """
+    check = state.report.check
+    for row in rows:
+        parts, prompt = dict(row["reward_parts"]), prompts.get(row["group"])
+        check("rewards", "reward", row["reward"], sum(parts.values()))
+        if buffer:
+            limit = state.cfg.rollout.max_new_tokens
+            wanted = formulas.length_penalty(len(row["response_ids"]), limit, state.cfg.algo)
+            check("rewards", "overlong", parts.pop("overlong", None), wanted)
+        if row["graded"] != "ok":
+            check("rewards", "reward of one that was not graded", sum(parts.values()), 0)
+        elif prompt is None:
+            state.report.note("rewards", "some not graded anew: there is no row of the data with their prompt")
+        else:
+            judge_parts(state, row, prompt, parts)
+
+
+def judge_parts(state, row, prompt, parts):
+    """The parts of an answer's reward, graded anew."""
+    report, turns = state.report, turns_of(row)
+    texts = [state.tokenizer.decode(ids, skip_special_tokens=True) for ids in turns]
+    found = state.grader.parts(row, prompt, texts, has_ended(state, turns[-1], state.cfg.rollout))
+    given = f"{row['reward']:g} for {row['text'][:40]!r}"
+
+    if isinstance(found, str):  # no reward, but what went wrong
+        if state.grader.has_returned:
+            report.say("rewards", f"the run gave {given}, here: {found}")
+        else:
+            report.note("rewards", f"not graded anew: {found}")
+    elif found.keys() != parts.keys():
+        report.say("rewards", f"the run gave {given}, with the parts {parts}, here: {found}")
+    else:
+        report.check("rewards", f"reward, {given}", [parts[name] for name in found], [*found.values()])
+
+
+def judge_groups(state, rows, trained):
+    """The size of groups, how many were sampled and how many are trained, and the mean reward."""
+    check, metrics = state.report.check, state.metrics
+    sizes = Counter(row["group"] for row in rows)
+    check("groups", "groups/size", [*sizes.values()], [state.cfg.rollout.group_size] * len(sizes))
+    check("rewards", "reward/mean", metrics["reward/mean"], sum(row["reward"] for row in rows) / len(rows))
+    check("groups", "groups/sampled", metrics["groups/sampled"], len(sizes))
+    check("groups", "groups/trained", metrics["groups/trained"], len(trained))
+
+
+# ---------------------------------------------------------------- evaluation
+
+
+def judge_evaluation(state, rows):
+    """The answers of the evaluation after a step, if there was one."""
+    if not rows:
+        return
+    options, report = state.cfg.eval, state.report
+    judge_answers(state, rows, 0, options, options.max_new_tokens or state.cfg.rollout.max_new_tokens)
+    counts = Counter(row["group"] for row in rows)
+    report.check("groups", "groups/eval.samples", [*counts.values()], [options.samples] * len(counts))
+
+    prompts = dict(enumerate(state.eval_prompts))
+    groups = {row["group"]: row["prompt_ids"] for row in rows}
+    if prompts and groups != {group: prompt.ids for group, prompt in prompts.items()}:
+        report.say("order", "the prompts of an evaluation are not those of data.eval")
+    judge_rewards(state, rows, prompts, buffer=0)
+
+    is_plain = options.temperature and (options.top_p, options.top_k) == (1, -1) and not state.cfg.rollout.vllm
+    if is_plain and not state.unknown:
+        answers = [scored(row, state.cfg) for row in rows]
+        theirs, ours = [a.rollout for a in answers], state.trainer.score(answers, options.temperature)
+        report.check("log-probs", "token: rollout_logp", torch.cat(theirs), torch.cat(ours))

@@ -1,0 +1,103 @@
+"""What repeats a run: its data, its model, and what is known of its weights so far."""
+
+import itertools
+from functools import cached_property
+
+from grpo.parts.data.prompts import Mixture, Prompt, load_prompts, load_tokenizer
+from oracle import algorithm, formulas
+from oracle.grading import Grader
+from oracle.models import end_tokens
+from oracle.report import Report
+from oracle.run import Recorded
+from oracle.trainer import Trainer
+
+# Options of vLLM and fields of Megatron-core that change memory and speed alone, or are known here.
+HARMLESS = (
+    "max_num_seqs max_num_batched_tokens enforce_eager enable_prefix_caching enable_chunked_prefill swap_space "
+    "block_size kv_cache_memory_bytes disable_custom_all_reduce recompute_granularity recompute_method "
+    "recompute_num_layers recompute_modules overlap_grad_reduce overlap_param_gather moe_grouped_gemm bucket_size "
+    "optimizer_cpu_offload optimizer_offload_fraction num_layers_in_first_pipeline_stage adam_eps"
+)
+OF_UPDATE = ("loss", "entropy", "gradient", "weights")
+NAMES = (  # item, key of algo, its names that have a formula
+    ("token-weights", "loss_norm", formulas.NORMS), ("loss", "loss", formulas.LOSSES), ("loss", "kl", formulas.KLS),
+    ("loss", "correction", formulas.BOUNDS),
+)  # fmt: skip
+
+
+class State:
+    """A run with what repeats it. A part that cannot be read is None or empty, and a remark of the report says why."""
+
+    def __init__(self, run: Recorded, report: Report):
+        self.run, self.cfg, self.report = run, run.cfg, report
+        self.metrics: dict | None = None  # of the step, as the run has them
+        self.values: dict[str, float] = {}  # of the step, of the keys that may have a schedule
+        self.taken = self.updates = 0  # prompts, and the optimizer's updates, so far
+        self.grader = Grader(run.cfg)
+        self.own: set[str] = set()  # items that the checkout computes in place of formulas
+        for item, key, known in NAMES:
+            name = getattr(run.cfg.algo, key)
+            if name not in known:
+                self.own.add(item)
+                report.note(item, f"yours (no formula known for algo.{key}={name})")
+
+        # The model and its tokenizer, which exports have too.
+        self.trainer = self.read("the model or the teacher", lambda: Trainer(self.cfg))
+        folders = [str(path) for path in sorted(run.folder.glob("hf/step_*"))] + [self.cfg.model.path]
+        folder = self.trainer.folder if self.trainer else folders[0]
+        self.tokenizer = self.read("the tokenizer", lambda: load_tokenizer(folder))
+        self.ends = self.read("the end tokens", lambda: end_tokens(folder, self.tokenizer)) or set()
+
+        # The data.
+        prompts = self.prompts_of("train")
+        self.sets, weights = [prompts], [1]
+        if isinstance(prompts, Mixture):
+            self.sets, weights = prompts.sets, prompts.weights
+        self.stream = algorithm.order_of([len(each) for each in self.sets], weights, self.cfg.seed)
+        self.eval_prompts = self.prompts_of("eval")
+
+        # What is known of the run's weights.
+        self.has_moments = True  # whether the optimizer's state is the run's
+        self.unknown = ""  # why our weights are not the run's
+        self.barred = barrier(self.cfg) if self.trainer else "there is no model"  # why no log-prob can be computed
+        if self.barred:
+            self.lose(self.barred, ("log-probs", *OF_UPDATE))
+
+    def read(self, what, make):
+        """What `make` reads; None, and a remark, where it cannot."""
+        try:
+            return make()
+        except Exception as error:  # of transformers, the hub, a reader of data, the user's own
+            self.report.remarks.append(f"{what} cannot be read: {' '.join(str(error).split())[:160]}")
+
+    def prompts_of(self, key):
+        """The prompts of data.train or data.eval; empty where there are none, or no tokenizer."""
+        value, data = getattr(self.cfg.data, key), self.cfg.data
+        if self.tokenizer is None or value is None:
+            return []
+        if key == "eval":  # read as a data.train of its own, so that a mistake between the two shows
+            data = data.model_copy(update={"train": value, "hint_key": None})
+        return self.read(f"data.{key}", lambda: load_prompts(data, self.tokenizer, 2**31 - 1)) or []
+
+    @cached_property
+    def by_prompt(self) -> dict[tuple[int, ...], Prompt]:
+        """{token ids: prompt} of the data, for groups that have another prompt than ours."""
+        return {tuple(prompt.ids): prompt for prompt in itertools.chain(*self.sets)}
+
+    def lose(self, why, items):
+        """From here on our weights are not those of the run, until it exports its own."""
+        self.unknown = why
+        for item in items:
+            self.report.note(item, f"not judged: {why}")
+
+
+def barrier(cfg) -> str:
+    """Why no log-prob of a run can be computed here; empty if they can."""
+    t = cfg.train
+    is_plain = t.updates_per_step * t.epochs_per_step == 1 and cfg.model.dtype == "fp32"
+    reasons = [f"megatron.{name}" for name in cfg.megatron if name not in HARMLESS.split()]
+    if cfg.rollout.is_cut:
+        reasons.append("the cut of rollout.top_p or top_k, which is not in rollouts/,")
+    if cfg.algo.replay_routes and not is_plain:
+        reasons.append("algo.replay_routes with several updates a step, or not in fp32,")
+    return f"{', '.join(reasons)} may change what the model computes" if reasons else ""
