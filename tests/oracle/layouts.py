@@ -1,10 +1,8 @@
 """Plans, runs and comparisons of an update on many layouts."""
 
 import json
-from collections.abc import Callable
 
 import make_tiny
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -13,7 +11,7 @@ import megatron_bridge as bridge
 from grpo.run.preflight.memory_plan import count as count_memory
 from tests.conftest import tiny_config
 from tests.layout_worker import KINDS
-from tests.oracle.plain import ALGO, TEMPERATURE, relative, worst_gradient
+from tests.oracle.reference import ALGO, TEMPERATURE, make_samples, reference, relative, worst_gradient
 
 MOE = ("mixtral", "qwen2_moe", "qwen3_moe", "qwen3_5_moe_text")
 LINEAR = ("qwen3_5_text", "qwen3_5_moe_text")
@@ -59,14 +57,14 @@ MOE_LAYOUTS = {
 }
 
 
-def layouts_of(family: str) -> dict[str, list[str]]:
+def layouts_of(family) -> dict[str, list[str]]:
     legal = LAYOUTS | (MOE_LAYOUTS if family in MOE else DENSE_LAYOUTS)
     if family in LINEAR:  # no rank has half a group of heads
         legal = {name: keys for name, keys in legal.items() if name != "TP4"}
     return legal
 
 
-def make_model(folder, family: str, dtype: str = "fp32", **options):
+def make_model(folder, family, dtype="fp32", **options):
     """A 4-layer model in which every parameter, norms and biases too, has a value of its own, rounded to the dtype."""
     options = {"tied": False, "hidden": 128, "layers": 4, **CONFIGS.get(family, {}), **options}
     make_tiny.save_model(folder, make_tiny.char_tokenizer("0123456789>+-="), family, ffn=2, **options)
@@ -78,20 +76,7 @@ def make_model(folder, family: str, dtype: str = "fp32", **options):
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def make_samples() -> list[dict]:
-    """14 answers of 1 to 30 tokens to four prompts, of one token and more, and three of one token."""
-    rng = np.random.default_rng(4)
-    samples = []
-    prompts = [rng.integers(2, 16, length) for length in (8, 1, 5, 6)]
-    for n in range(14):
-        prompt, response = prompts[n // 4], rng.integers(0, 16, 1 if n % 5 == 0 else rng.integers(1, 31))
-        sample = {"group": n // 4, "prompt_ids": prompt.tolist(), "response_ids": response.tolist(), "finished": True}
-        sample |= {"rollout_logp": rng.normal(-2.5, 0.5, len(response)).tolist(), "advantage": rng.normal()}
-        samples.append(sample | {"text": "", "source": "s"})
-    return samples
-
-
-def make_plan(folder, family: str, *overrides: str, dtype: str = "fp32", **plan) -> dict:
+def make_plan(folder, family, *overrides, dtype="fp32", **plan) -> dict:
     """A plan for tests/layout_worker.py, with a model of the family and samples in the folder."""
     make_model(folder / "model", family, dtype)
     (folder / "samples.json").write_text(json.dumps(make_samples()))
@@ -104,9 +89,7 @@ def make_plan(folder, family: str, *overrides: str, dtype: str = "fp32", **plan)
     return {"samples": str(folder / "samples.json"), "out": str(folder), "overrides": [*common, *overrides], **plan}
 
 
-def run_worker(
-    server, folder, nproc: int, *plans: dict, script="tests/layout_worker.py", **env: str
-) -> list[dict[str, dict[str, torch.Tensor]]]:
+def run_worker(server, folder, nproc, *plans, script="tests/layout_worker.py", **env) -> list[dict[str, dict]]:
     """Of each plan, layout → what tests/layout_worker.py found on it; `server` is the fork_server."""
     file, printed = folder / "plans.json", folder / "printed.txt"
     file.write_text(json.dumps(plans))
@@ -117,25 +100,25 @@ def run_worker(
 Results = dict[str, tuple[dict, dict, dict]]  # family → (what each layout gave, the reference, the worker's plan)
 
 
-def run_asked(request, server, tmp_path_factory, legal: Callable, wanted_of: Callable, *overrides: str) -> Results:
-    """Run the layouts of all cases of the test that asks; `legal(family)` are {name: overrides} of layouts, and
-    `wanted_of(model folder, what one layout gave)` is the reference."""
-    asked: dict[str, dict] = {}
+def run_cases(request, server, tmp_path_factory, *overrides, more=None, lora=None) -> Results:
+    """Run the layouts of all cases of the module of a test; `more` are {name: overrides} of layouts of its own."""
+    chosen = {}
     for item in request.session.items:
-        chosen = item.callspec.params if hasattr(item, "callspec") else {}
-        if item.module is request.module and "layout" in chosen:
-            family, layout = chosen["family"], chosen["layout"]
-            asked.setdefault(family, {})[layout] = legal(family)[layout]
+        params = item.callspec.params if hasattr(item, "callspec") else {}
+        if item.module is request.module and "layout" in params:
+            family, layout = params["family"], params["layout"]
+            chosen.setdefault(family, {})[layout] = (layouts_of(family) | (more or {}))[layout]
+
     results = {}
-    for family, layouts in asked.items():  # one after the other: experts' groups leave threads behind
+    for family, layouts in chosen.items():  # one after the other: experts' groups leave threads behind
         folder = tmp_path_factory.mktemp(family)
         plan = make_plan(folder, family, *overrides, layouts=layouts)
         (found,) = run_worker(server, folder, 4, plan)
-        results[family] = found, wanted_of(folder / "model", next(iter(found.values()))), plan
+        results[family] = found, reference(folder / "model", next(iter(found.values())), lora=lora), plan
     return results
 
 
-def check_update(found: dict, wanted: dict) -> float:
+def check_update(found, wanted) -> float:
     """Compare an update with its reference; returns the largest relative error of a gradient."""
     assert {k for k in found if k.startswith("grad.")} == {k for k in wanted if k.startswith("grad.")}
     assert found["same"] == 1  # loading and exporting gave back every weight bit by bit
@@ -148,7 +131,7 @@ def check_update(found: dict, wanted: dict) -> float:
     return error
 
 
-def check_held(held: torch.Tensor, plan: dict, layout: str) -> None:
+def check_held(held, plan, layout):
     """--dry-run plans what each of the 4 ranks holds; [ranks, 4]."""
     cfg = tiny_config(*plan["overrides"], *plan["layouts"][layout])
     planned = [count_memory(cfg, 4, rank).gpu for rank in range(4)]
@@ -170,7 +153,7 @@ CASES = [
 ]
 
 
-def whole_error(found: dict, wanted: dict) -> float:
+def whole_error(found, wanted) -> float:
     """The relative error of the whole gradient."""
     names = [name for name in wanted if name.startswith("grad.")]
     return relative(*(torch.cat([side[name].flatten() for name in names]) for side in (found, wanted)))

@@ -25,7 +25,7 @@ def copied(shared, tmp_path):
     return shutil.copytree(shared.out, tmp_path / "copy")
 
 
-def reconfigure(folder, section: str, **values) -> None:
+def reconfigure(folder, section, **values):
     config = yaml.safe_load((folder / "config.yaml").read_text())
     config[section] |= values
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
@@ -61,20 +61,23 @@ ALSO = {  # what a changed record leads to
 
 @pytest.mark.parametrize("item", CHANGES)
 def test_a_changed_record_is_named_and_nothing_else(copied, item):
+    """`item` is the key of CHANGES, and ALSO has the items that part with it."""
     rows = read_rows(copied / "rollouts/step_000001.jsonl")
     (line,) = (line for line in read_rows(copied / "metrics.jsonl") if line["step"] == 1)
-    is_metric = item in ("groups", "reference", "loss", "entropy", "gradient", "lr")
-    changed = line if is_metric else next(row for row in rows if row["advantage"])
-    changed |= CHANGES[item](changed)
+    if item in ("groups", "reference", "loss", "entropy", "gradient", "lr"):
+        line |= CHANGES[item](line)
+    else:
+        row = next(row for row in rows if row["advantage"])
+        row |= CHANGES[item](row)
     write_rows(copied / "rollouts/step_000001.jsonl", rows)
     write_rows(copied / "metrics.jsonl", [line])
     report = repeat(read_run(copied, steps=1))
     assert item in report.parted() and set(report.parted()) <= ALSO.get(item, {item}), report.table()
 
 
-def test_what_a_run_leaves_is_compared(copied, tmp_path, shared):
-    """The order of the data, an export, the positions of a checkpoint, the prompts of an evaluation."""
-    rows = read_rows(copied.parent / "copy/rollouts/eval_000002.jsonl")
+def test_what_a_run_leaves_is_compared(copied, shared):
+    """The prompts of an evaluation, the positions of a checkpoint, an export."""
+    rows = read_rows(copied / "rollouts/eval_000002.jsonl")
     write_rows(copied / "rollouts/eval_000002.jsonl", [row for row in rows if row["group"]])
     state = copied / "checkpoints/step_000002/state.json"
     state.write_text(json.dumps(json.loads(state.read_text()) | {"prompts_taken": 3}))
@@ -114,6 +117,7 @@ def test_names_without_a_formula(copied):
     report = repeat(read_run(copied))
     assert not report.parted() and report.items["gradient"].count == 3, report.table()
     assert "yours (no formula known for algo.advantage=mine)" in report.table()
+
     reconfigure(copied, "algo", loss="mine", loss_norm="mine", kl="mine")  # which this checkout does not have
     report = repeat(read_run(copied))
     assert not report.parted() and "algo.loss_norm='mine': legal is" in report.table(), report.table()
@@ -125,6 +129,7 @@ def test_the_command(copied, capsys, mine, code):
     rows = read_rows(copied / "rollouts/step_000001.jsonl")
     changed = [row | {"seed": 7, "sampling": [row["sampling"][0] | {"seed": 7}]} for row in rows]
     write_rows(copied / "rollouts/step_000001.jsonl", changed)
+
     assert check.main([str(copied), "--mine", mine, "--steps", "1"]) == code
     said = capsys.readouterr().out
     if code == 2:
@@ -135,6 +140,7 @@ def test_the_command(copied, capsys, mine, code):
 
 
 def test_what_is_missing_is_said(copied, tmp_path):
+    # A line of the metrics, the data, and a key of the configuration.
     lines = [line for line in read_rows(copied / "metrics.jsonl") if line["step"] != 1]
     write_rows(copied / "metrics.jsonl", lines)
     (copied / "metrics.jsonl").open("a").write('{"half a line')
@@ -144,6 +150,8 @@ def test_what_is_missing_is_said(copied, tmp_path):
     assert not report.parted() and report.items["advantages"].count, report.table()
     for text in ("no line of step 1", "does not know algo.mine=1: ignored", "data.train cannot be read: data.train="):
         assert text in report.table()
+
+    # All answers, and the whole run.
     shutil.rmtree(copied / "rollouts")
     with pytest.raises(ValueError, match="has no answers of step 1"):
         read_run(copied)
@@ -152,14 +160,13 @@ def test_what_is_missing_is_said(copied, tmp_path):
 
 
 def test_it_imports_nothing_of_the_trainer():
-    code = "import sys, oracle.repeat; print(sorted(sys.modules))"
+    code = "import sys, oracle.repeat; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=REPO, text=True, capture_output=True, check=True)
-    modules = json.loads(done.stdout.replace("'", '"'))
-    top = {name.split(".")[0] for name in modules}
-    assert "transformers" in top
-    assert not top & {"train_grpo", "megatron_bridge", "rollout", "megatron", "vllm"}
-    of_ours = {".".join(name.split(".")[1:3]) for name in modules if name.startswith("grpo.")}
-    assert of_ours == {"parts", "parts.base", "parts.data"}
+    modules = {*done.stdout.split()}
+    assert "transformers" in modules
+    assert not modules & {"train_grpo", "megatron_bridge", "rollout", "megatron", "vllm"}
+    of_ours = {".".join(name.split(".")[:3]) for name in modules if name.startswith("grpo.")}
+    assert of_ours == {"grpo.parts", "grpo.parts.base", "grpo.parts.data"}
 
 
 @pytest.mark.parametrize("weights", [[1.0], [0.7, 0.3], [5, 0.5, 0.013]])

@@ -5,8 +5,7 @@ float64 on every layout; and in real runs no log-prob has other bits than vLLM's
 import pytest
 
 from tests.oracle import layouts
-from tests.oracle.layouts import check_update, make_samples
-from tests.oracle.plain import reference
+from tests.oracle.layouts import check_update
 
 pytestmark = pytest.mark.usefixtures("equal_bits_here")
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
@@ -20,10 +19,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def results(request, fork_server, tmp_path_factory) -> layouts.Results:
-    return layouts.run_asked(
-        request, fork_server, tmp_path_factory, layouts.layouts_of,
-        lambda folder, given: reference(folder, make_samples(), given), "model.match_engine=true",
-    )  # fmt: skip
+    return layouts.run_cases(request, fork_server, tmp_path_factory, "model.match_engine=true")
 
 
 @pytest.mark.parametrize(("family", "layout"), CASES)

@@ -16,16 +16,21 @@ from oracle import formulas
 from tests.conftest import REPO, check_state
 from tests.layout_worker import one_layout
 from tests.oracle import layouts
-from tests.oracle.layouts import LAYOUTS, MOE_LAYOUTS, check_update, make_plan, make_samples, run_worker
-from tests.oracle.plain import float64_model, hf_gradients, reference, relative, worst_gradient
+from tests.oracle.layouts import LAYOUTS, MOE_LAYOUTS, check_update, make_plan, run_worker
+from tests.oracle.reference import (
+    file_weights,
+    float64_model,
+    gradients,
+    make_samples,
+    reference,
+    relative,
+    worst_gradient,
+)
 
 
 @pytest.fixture(scope="module")
 def results(request, fork_server, tmp_path_factory) -> layouts.Results:
-    known = layouts.run_asked(
-        request, fork_server, tmp_path_factory, layouts.layouts_of,
-        lambda folder, given: reference(folder, make_samples(), given),
-    )  # fmt: skip
+    known = layouts.run_cases(request, fork_server, tmp_path_factory)
     if sum(len(found) for found, _, _ in known.values()) == len(layouts.CASES):
         write_table(known)
     return known
@@ -53,7 +58,7 @@ ONE_RANK = [pytest.param(family, "fp32", 1e-4, marks=pytest.mark.gpu) for family
 def test_one_rank_equals_plain_transformers(world, tmp_path, family, dtype, bound, record_property):
     """The whole gradient, from weights that are rounded to the dtype."""
     found = one_layout(make_plan(tmp_path, family, dtype=dtype, layouts={"one": []}), "one")
-    error = layouts.whole_error(found, reference(tmp_path / "model", make_samples(), found))
+    error = layouts.whole_error(found, reference(tmp_path / "model", found))
     record_property("gradient, relative error", f"{error:.1e}")
     assert error < bound
 
@@ -73,7 +78,7 @@ def test_half_precision_is_within_its_rounding_on_every_axis(fork_server, tmp_pa
     chosen = {name: layouts.layouts_of(family)[name] for name in axes}
     keys = [f"algo.{key}={value}" for key, value in NO_CLIP.items()]
     (found,) = run_worker(fork_server, tmp_path, 4, make_plan(tmp_path, family, *keys, dtype=dtype, layouts=chosen))
-    wanted = reference(tmp_path / "model", make_samples(), found[axes[0]], **NO_CLIP)
+    wanted = reference(tmp_path / "model", found[axes[0]], **NO_CLIP)
     for layout in chosen:
         assert layouts.whole_error(found[layout], wanted) < HALF[dtype], layout
 
@@ -93,7 +98,7 @@ def test_sizes_that_a_layout_does_not_divide(fork_server, tmp_path, options, key
     plan = make_plan(tmp_path, "qwen2", layouts={"odd": keys})
     layouts.make_model(tmp_path / "model", "qwen2", **options)
     ((found,),) = (each.values() for each in run_worker(fork_server, tmp_path, 4, plan))
-    check_update(found, reference(tmp_path / "model", make_samples(), found))
+    check_update(found, reference(tmp_path / "model", found))
     layouts.check_held(found["held"], plan, "odd")
 
 
@@ -105,12 +110,13 @@ def test_every_loss_and_normalisation_does_not_depend_on_the_layout(fork_server,
     for algo in cases.values():
         if algo["loss"] in ("ipo", "dppo_tv"):
             algo |= {"clip_low": 0.002, "clip_high": 0.002}  # the models' probabilities are small
+
     chosen = {name: [f"algo.{key}={value}" for key, value in algo.items()] for name, algo in cases.items()}
     keys = [f"algo.{key}={value}" for key, value in common.items()]
     plan = make_plan(tmp_path, "qwen2", *keys, "parallel.tp=2", "parallel.pp=2", layouts=chosen)
     (found,) = run_worker(fork_server, tmp_path, 4, plan)
     for name, algo in cases.items():
-        wanted = reference(tmp_path / "model", make_samples(), found[name], **algo, **common)
+        wanted = reference(tmp_path / "model", found[name], **algo, **common)
         assert found[name]["loss"].item() == pytest.approx(wanted["loss"], rel=1e-5), name
         error, parameter = worst_gradient(found[name], wanted)
         assert error < 1e-5, (name, parameter)
@@ -131,7 +137,8 @@ def test_balancing_loss_does_not_depend_on_the_layout(fork_server, tmp_path):
         layouts={name: (LAYOUTS | MOE_LAYOUTS)[name] for name in names}, bins=bins,
     )  # fmt: skip
     (found,) = run_worker(fork_server, tmp_path, 4, plan)
-    wanted = reference(tmp_path / "model", samples, found["TP2·PP2"])
+
+    wanted = reference(tmp_path / "model", found["TP2·PP2"])
     balance, load = balance_gradients(tmp_path / "model", samples, bins, coefficient)
     for layout in names:
         assert found[layout]["load"].tolist() == pytest.approx(load, rel=1e-6)
@@ -141,30 +148,33 @@ def test_balancing_loss_does_not_depend_on_the_layout(fork_server, tmp_path):
     assert balance[router].norm() > 0.01 * wanted[router].norm()  # else this would show nothing
 
 
-def balance_gradients(folder, samples: list[dict], bins: list[list[int]], coefficient: float):
+def balance_gradients(folder, samples, bins, coefficient):
     """(gradients of sum_bins tokens · coefficient · E · sum_e f_e P_e / all tokens, busiest over mean load a layer)."""
-    model = float64_model(folder)
-    logits = {}  # layer → router logits of the sequence just run
-    for layer, block in enumerate(model.model.layers):
-        block.mlp.gate.register_forward_hook(lambda m, i, out, layer=layer: logits.update({layer: out[0]}))
-    tokens, counts = sum(len(s["response_ids"]) for s in samples), torch.zeros(len(model.model.layers), 4)
+    model, weights = float64_model(folder), file_weights(folder)
+    for weight in weights.values():
+        weight.requires_grad_()
+    layers = model.module.model.layers
+    probs = [[] for _ in layers]  # of each layer's router, for the sequences of a micro-batch [positions, E]
+    for layer, found in zip(layers, probs, strict=True):
+        layer.mlp.gate.register_forward_hook(lambda m, i, out, found=found: found.append(out[0].softmax(-1)))
+
+    total, counts = 0.0, torch.zeros(len(layers), 4)
     for members in bins:
-        probs = {layer: [] for layer in range(len(model.model.layers))}
-        for s in (samples[n] for n in members):
-            model(torch.tensor([s["prompt_ids"] + s["response_ids"]]))
-            for layer, found in logits.items():
-                probs[layer].append(found[len(s["prompt_ids"]) - 1 : -1].softmax(-1))
-        loss = 0.0
-        for layer, parts in probs.items():
-            p = torch.cat(parts)  # [tokens of the micro-batch, E]
+        for found in probs:
+            found.clear()
+        for n in members:
+            model.logits(weights, [samples[n]["prompt_ids"]], [samples[n]["response_ids"]], 1.0)
+        for layer, found in enumerate(probs):
+            responses = [p[len(samples[n]["prompt_ids"]) - 1 : -1] for n, p in zip(members, found, strict=True)]
+            p = torch.cat(responses)  # [tokens of the micro-batch, E]
             chosen = torch.zeros_like(p).scatter(1, p.topk(2).indices, 1)
-            loss = loss + len(p) * coefficient * 4 * (chosen.mean(0) / 2 * p.mean(0)).sum()
+            total = total + len(p) * coefficient * 4 * (chosen.mean(0) / 2 * p.mean(0)).sum()
             counts[layer] += chosen.sum(0).float()
-        (loss / tokens).backward()
-    return hf_gradients(model), (counts.amax(1) / counts.mean(1)).tolist()
+    tokens = sum(len(s["response_ids"]) for s in samples)
+    return gradients(total / tokens, weights), (counts.amax(1) / counts.mean(1)).tolist()
 
 
-def write_table(known: layouts.Results) -> None:
+def write_table(known):
     """The table in docs/dev/layouts.md: the largest relative error of a parameter's gradient, layouts × families."""
     page = REPO / "docs/dev/layouts.md"
     lines = [f"| | {' | '.join(layouts.FAMILIES)} |", "|---" * (len(layouts.FAMILIES) + 1) + "|"]
@@ -217,8 +227,10 @@ def test_a_layout_at_its_own_size(fork_server, tmp_path, start, record_property)
     samples = make_samples() * (1 + nproc // 32)  # so that every replica has some
     samples = [sample | {"group": n // 4} for n, sample in enumerate(samples)]
     (tmp_path / "samples.json").write_text(json.dumps(samples))
+
     ((found,),) = (each.values() for each in run_worker(fork_server, tmp_path, nproc, plan))
-    error = check_update(found, reference(tmp_path / "model", samples, found))
+    error = check_update(found, reference(tmp_path / "model", found, samples))
     record_property("gradient, relative error", f"{error:.0e}")
+
     stored = {"large": sizes | {"megatron": dict.fromkeys(fields, True)}, "other": {"tp": 2, "pp": 2}}
     check_state(fork_server, tmp_path, "fp32", stored, nproc)

@@ -4,11 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
 import train_grpo
 from grpo.step.packing import pack
-from grpo.step.records import Batch, Sample
+from grpo.step.records import Sample
 from oracle import formulas
 from tests.conftest import tiny_config
 
@@ -22,19 +21,20 @@ REFERENCE = (0.05, -0.4, 1.7, -2.2)  # reference - old
 EXTREME = 11.0  # times these differences: beyond the clamps of exponents
 
 
-def moved(logp_F: Tensor, batch: Batch, of_tokens: tuple, times: float) -> Tensor:
-    """The log-probs where the mask is 1, moved by so many times the differences; [F]."""
+def moved(logp_F, batch, of_tokens, times):
+    """The log-probs where the mask is 1, moved by `times` the differences; [F]."""
     token_F = torch.tensor(of_tokens)[torch.arange(len(logp_F)) % len(of_tokens)]
     return logp_F + times * (torch.tensor(OF_ANSWERS)[batch.seq_id] + token_F) * batch.mask
 
 
-def make_batch(cfg) -> Batch:
+def make_batch(cfg):
     """Nine answers with their advantages and weights."""
     samples = []
     for number, (length, reward) in enumerate(zip(LENGTHS, REWARDS, strict=True)):
         logp = [-0.4 - 0.3 * i for i in range(length)]
         sample = Sample(number // 3, [1, 2 + number // 3], [10 + number] * length, logp, length < 6, "", "")
         samples.append(replace(sample, reward=reward, reward_parts={"reward": reward}))
+
     batch = train_grpo.flatten(samples, cfg.algo.mask_truncated)
     batch = replace(batch, old_logp=batch.rollout_logp, ref_logp=batch.rollout_logp - 0.1)
     batch = train_grpo.add_advantages(samples, batch, cfg.algo, cfg.reward)
@@ -53,9 +53,11 @@ def test_value_gradients_and_clips_of_every_loss(loss, correction):
         others.append(("algo.correction_level=sequence", "algo.correction_high=1.07"))
     if correction == "none":
         others.append(("algo.old_logp=rollout",))
+
     for keys in others:
         cfg = tiny_config(f"algo.loss={loss}", f"algo.correction={correction}", "algo.kl_coef=1.0", *keys)
         batch = make_batch(cfg)
+        # Small differences, then such that the clamps of exponents hold, where the loss itself has no precision.
         for times in (1.0, EXTREME):
             old_F = moved(batch.rollout_logp, batch, SAMPLER, times)
             old_F = torch.where(batch.seq_id == 0, batch.rollout_logp + 2e-4 * batch.mask, old_F)  # weights of about 1
@@ -66,25 +68,27 @@ def test_value_gradients_and_clips_of_every_loss(loss, correction):
                 compare(given, logp_T, cfg.algo, has_value=times == 1)
 
 
-def compare(mb, logp_T: Tensor, algo, has_value: bool) -> None:
+def compare(mb, logp_T, algo, has_value):
     """The loss, if it `has_value`, its gradients and what its report counts, against float64."""
     inputs = [logp_T.clone().requires_grad_(), (0.3 - 0.1 * logp_T).requires_grad_()]  # log-probs and entropies
     loss, tokens, report = train_grpo.grpo_loss(mb, *inputs, algo)
     gradients = torch.autograd.grad(loss, inputs, materialize_grads=True)
+
     exact = [values_T.detach().double().requires_grad_() for values_T in inputs]
     formula, clipped, outside = row_loss(mb, *exact, algo)
+    exact_gradients = torch.autograd.grad(formula, exact, materialize_grads=True)
+
     close = {"rtol": 3e-4, "atol": 1e-5}
-    for found, wanted in zip(gradients, torch.autograd.grad(formula, exact, materialize_grads=True), strict=True):
+    for found, wanted in zip(gradients, exact_gradients, strict=True):
         torch.testing.assert_close(found.double(), wanted, **close)
     assert (tokens, report["clipped"], report["outside"]) == (mb.weights.count_nonzero(), clipped, outside)
     if has_value:
         torch.testing.assert_close(loss.double(), formula, **close)
 
 
-def row_loss(mb, logp_T: Tensor, entropy_T: Tensor, algo) -> Tensor:
+def row_loss(mb, logp_T, entropy_T, algo):
     """[3] float64 of a row: its loss sum, how many tokens are clipped, how many out of the correction's bounds."""
-    present_T = logp_T.detach()
-    old_T = present_T if mb.old_logp is None else mb.old_logp[0]
+    old_T = logp_T.detach() if mb.old_logp is None else mb.old_logp[0]
     columns = (logp_T, old_T, mb.ref_logp[0], mb.rollout_logp[0], mb.advantages[0], mb.weights[0], entropy_T)
     total = torch.zeros(3, dtype=torch.float64)
     for number in mb.sequence_T.unique():

@@ -6,14 +6,13 @@ import json
 import numpy as np
 import pytest
 
-from config import UserError
+from config import LoraConfig, UserError
 from grpo.parts.base import versions
 from grpo.run.preflight import configuration
 from tests.conftest import EXACT, tiny_config
 from tests.layout_worker import one_layout
 from tests.oracle import layouts
-from tests.oracle.plain import reference
-from tests.oracle.test_lora import LORA, lora_reference
+from tests.oracle.reference import make_samples, reference
 
 LAYOUTS = {  # on 4 ranks
     name: layouts.layouts_of("qwen2")[name]
@@ -21,9 +20,9 @@ LAYOUTS = {  # on 4 ranks
 }
 
 
-def cut_samples() -> list[dict]:
+def cut_samples():
     """The samples of layouts.py, each token drawn from 1 to 16 of the 16 ids, in any order."""
-    rng, samples = np.random.default_rng(6), layouts.make_samples()
+    rng, samples = np.random.default_rng(6), make_samples()
     for s in samples:
         s["nuclei"] = []
         for token in s["response_ids"]:
@@ -32,7 +31,7 @@ def cut_samples() -> list[dict]:
     return samples
 
 
-def cut_plan(folder, *overrides: str, **plan) -> dict:
+def cut_plan(folder, *overrides, **plan):
     plan = layouts.make_plan(folder, "qwen2", *overrides, **plan)
     (folder / "samples.json").write_text(json.dumps(cut_samples()))
     return plan
@@ -41,10 +40,10 @@ def cut_plan(folder, *overrides: str, **plan) -> dict:
 def test_a_cut_update_equals_plain_transformers(world, tmp_path):
     """Log-probs, loss and every gradient, of adapters too; with the whole vocabulary log-probs are far off."""
     found = one_layout(cut_plan(tmp_path, layouts={"plain": []}), "plain")
-    wanted = reference(tmp_path / "model", cut_samples(), found)
+    wanted = reference(tmp_path / "model", found, cut_samples())
     layouts.check_update(found, wanted)
-    adapted = one_layout(cut_plan(tmp_path, *LORA, layouts={"lora": []}), "lora")
-    layouts.check_update(adapted, lora_reference(tmp_path / "model", adapted, samples=cut_samples()))
+    adapted = one_layout(cut_plan(tmp_path, "lora.rank=8", layouts={"lora": []}), "lora")
+    layouts.check_update(adapted, reference(tmp_path / "model", adapted, cut_samples(), lora=LoraConfig(rank=8)))
     whole = one_layout(layouts.make_plan(tmp_path, "qwen2", layouts={"plain": []}), "plain")
     assert (whole["logp"] - wanted["logp"]).abs().max() > 0.1
 
@@ -77,6 +76,6 @@ def test_the_gap_of_a_cut_run_is_rounding(train_forked, tiny, keys):
 @pytest.mark.slow
 def test_a_cut_update_on_every_layout(fork_server, tmp_path, record_property):
     (found,) = layouts.run_worker(fork_server, tmp_path, 4, cut_plan(tmp_path, layouts=LAYOUTS))
-    wanted = reference(tmp_path / "model", cut_samples(), next(iter(found.values())))
+    wanted = reference(tmp_path / "model", next(iter(found.values())), cut_samples())
     for name, each in found.items():
         record_property(f"gradient, relative error, {name}", f"{layouts.check_update(each, wanted):.1e}")

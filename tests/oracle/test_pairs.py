@@ -78,37 +78,36 @@ ILLEGAL = (  # pairs of values that may not stand in one run
     {("routes", "on"), ("updates", "2 × 2")},
 )
 
-Run = dict[str, str]  # factor → value
-Pair = tuple[tuple[str, str], tuple[str, str]]
 
-
-def pairs_of(run: Run) -> set[Pair]:
-    """The pairs that a run shows. In bf16, where the bounds are wide, those of two capabilities do not count."""
-    pairs = {pair for pair in itertools.combinations(run.items(), 2) if is_asked(*pair)}
+def pairs_of(run) -> set:
+    """The pairs ((factor, value), (factor, value)) that a run {factor: value} shows. In bf16, where the bounds are
+    wide, pairs of two capabilities do not count.
+    """
+    pairs = {pair for pair in itertools.combinations(run.items(), 2) if is_wanted(*pair)}
     if run.get("dtype") == "bf16":
         pairs = {pair for pair in pairs if {factor for factor, _ in pair} & MACHINE}
     return pairs
 
 
-def is_asked(one: tuple[str, str], other: tuple[str, str]) -> bool:
+def is_wanted(one, other) -> bool:
     """Whether a pair has to be in some run. Losses on layouts are left to tests/oracle/test_layouts.py."""
     return {one, other} not in ILLEGAL and {one[0], other[0]} != {"layout", "algorithm"}
 
 
-def cover(seed: int = 5, trials: int = 10) -> list[Run]:
-    """Runs that hold every pair, greedily: of `trials` runs around an open pair, the one that closes most."""
-    draw = random.Random(seed)
+def cover() -> list[dict]:
+    """Runs that hold every pair, greedily: of ten runs around an open pair, the one that closes most."""
+    draw = random.Random(5)
     chosen = itertools.combinations([[(factor, value) for value in found] for factor, found in FACTORS.items()], 2)
-    left = {pair for one, other in chosen for pair in itertools.product(one, other) if is_asked(*pair)}
+    left = {pair for one, other in chosen for pair in itertools.product(one, other) if is_wanted(*pair)}
     runs = []
     while left:
-        best = max([grow(draw, left) for _ in range(trials)], key=lambda run: len(pairs_of(run) & left))
+        best = max([grow(draw, left) for _ in range(10)], key=lambda run: len(pairs_of(run) & left))
         runs.append(best)
         left -= pairs_of(best)
     return runs
 
 
-def grow(draw: random.Random, left: set[Pair]) -> Run:
+def grow(draw, left) -> dict:
     """A legal run that begins with an open pair; each further factor takes the value that closes most pairs."""
     run = dict(draw.choice(sorted(left)))
     others = [factor for factor in FACTORS if factor not in run]
@@ -137,7 +136,7 @@ def models(tmp_path_factory):
     return folder
 
 
-def overrides_of(run: Run, models) -> list[str]:
+def overrides_of(run, models) -> list[str]:
     """The overrides of a run."""
     family = "qwen3_moe" if (run["layout"] in EXPERTS or run["routes"] == "on") else "qwen2"
     teacher = "teacher_moe" if run["layout"] in EXPERTS else "teacher"  # a dense one is refused there

@@ -15,7 +15,7 @@ from grpo.run.preflight import configuration
 from tests.conftest import tiny_config
 from tests.layout_worker import one_layout
 from tests.oracle import layouts
-from tests.oracle.plain import float64_model, reference
+from tests.oracle.reference import float64_model, make_samples, reference
 
 LAYERS, EXPERTS, K = 4, 4, 2
 RECOMPUTE_MOE = ["megatron.recompute_granularity=selective", "megatron.recompute_modules=[moe]"]
@@ -62,7 +62,7 @@ def test_what_cannot_be_replayed_is_refused(tiny, tmp_path, monkeypatch):
 def routed_samples() -> list[dict]:
     """The samples of layouts.py, each token sent to two experts at random in every layer, those of a prompt alike
     in most answers to it; every third sample has no routes of its first two tokens."""
-    rng, samples = np.random.default_rng(5), layouts.make_samples()
+    rng, samples = np.random.default_rng(5), make_samples()
     of_prompt = rng.random((4, 8, LAYERS, EXPERTS)).argsort(-1)[..., :K]  # of each group
     for n, s in enumerate(samples):
         prompt, tokens = len(s["prompt_ids"]), len(s["prompt_ids"]) + len(s["response_ids"]) - 1
@@ -73,7 +73,7 @@ def routed_samples() -> list[dict]:
     return samples
 
 
-def forced_gate(gate, routes_N: list[np.ndarray], hidden: torch.Tensor):
+def forced_gate(gate, routes_N, hidden):
     """transformers' router on one sequence after the other, with the routes of its tokens; -1: its own choice."""
     logits = torch.nn.functional.linear(hidden.reshape(-1, gate.hidden_dim), gate.weight)
     given = torch.from_numpy(routes_N.pop(0))  # [tokens, k]
@@ -81,10 +81,10 @@ def forced_gate(gate, routes_N: list[np.ndarray], hidden: torch.Tensor):
     return logits, logits.gather(-1, experts).softmax(-1), experts
 
 
-def forced_model(folder, samples: list[dict]):
+def forced_model(folder, samples):
     """A model for one forward pass of each sample, in their order."""
     model = float64_model(folder)
-    for number, layer in enumerate(model.model.layers):
+    for number, layer in enumerate(model.module.model.layers):
         routes_N = []
         for s in samples:
             tokens = len(s["prompt_ids"]) + len(s["response_ids"])
@@ -95,7 +95,7 @@ def forced_model(folder, samples: list[dict]):
     return model
 
 
-def routed_plan(folder, **plan) -> dict:
+def routed_plan(folder, **plan):
     plan = layouts.make_plan(folder, "qwen3_moe", **plan)
     (folder / "samples.json").write_text(json.dumps(routed_samples()))
     return plan
@@ -106,11 +106,11 @@ def test_forced_routes_equal_plain_transformers(world, tmp_path):
     plan = routed_plan(tmp_path, layouts={"plain": [], "full recompute": layouts.FULL})
     found = {name: one_layout(plan, name) for name in plan["layouts"]}
     samples = routed_samples()
-    wanted = reference(tmp_path / "model", samples, found["plain"], partial(forced_model, samples=samples))
+    wanted = reference(tmp_path / "model", found["plain"], samples, forced_model(tmp_path / "model", samples))
     for each in found.values():
         assert each["shared"] > 0
         layouts.check_update(each, wanted)
-    (tmp_path / "samples.json").write_text(json.dumps(layouts.make_samples()))
+    (tmp_path / "samples.json").write_text(json.dumps(make_samples()))
     assert (one_layout(plan, "plain")["logp"] - wanted["logp"]).abs().max() > 0.1
 
 
@@ -118,6 +118,6 @@ def test_forced_routes_equal_plain_transformers(world, tmp_path):
 def test_forced_routes_on_every_layout(fork_server, tmp_path):
     (found,) = layouts.run_worker(fork_server, tmp_path, 4, routed_plan(tmp_path, layouts=LAYOUTS))
     samples, given = routed_samples(), next(iter(found.values()))
-    wanted = reference(tmp_path / "model", samples, given, partial(forced_model, samples=samples))
+    wanted = reference(tmp_path / "model", given, samples, forced_model(tmp_path / "model", samples))
     for each in found.values():
         layouts.check_update(each, wanted)

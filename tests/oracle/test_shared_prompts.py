@@ -8,10 +8,11 @@ import torch
 import train_grpo
 from tests.conftest import build_model, tiny_config
 from tests.layout_worker import one_layout
-from tests.oracle.layouts import make_model, make_plan, make_samples, whole_error
+from tests.oracle.layouts import make_model, make_plan, whole_error
+from tests.oracle.reference import make_samples
 
 
-def score(batch, folder) -> torch.Tensor:
+def score(batch, folder):
     """Log-probs of the batch under the model of `folder`, all of it in one row."""
     cfg = tiny_config(f"model.path={folder}", "data.train=unused", "train.logprob_max_tokens_per_micro_batch=4096")
     return train_grpo.score(build_model(cfg), batch, cfg)

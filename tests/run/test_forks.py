@@ -14,13 +14,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-import transformers
 
+from oracle.models import Model, read_weights
 from tests.compare_runs import lasting
 from tests.conftest import REPO, read_rows, tiny_config, write_rows
 from tests.forks import EXERCISES, PATCHES, apply, changed_files, server_of, train_fork
 from tests.layout_worker import equal
-from tests.oracle.plain import chosen, token_logps
 
 
 @pytest.mark.parametrize("name", PATCHES | EXERCISES)
@@ -178,9 +177,9 @@ def test_a_run_with_past_weights_goes_on_with_the_same_bits_and_on_another_layou
         ("eval", 3): straight.out / "hf/step_000003",
     }  # fmt: skip
     for (kind, step), folder in sampled_with.items():
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        model, weights = Model(folder), read_weights(folder, "fp32", tied=True)
         for row in straight.rollouts(step, kind):
-            logp = chosen(token_logps(model, row, temperature=1.0), row)
+            ((logp, _),) = model.answers_logp(weights, [row["prompt_ids"]], [row["response_ids"]], 1.0)
             assert (logp - torch.tensor(row["rollout_logp"])).abs().max() < 1e-4, (kind, step)
     steps = [line for line in straight.metrics if line["step"] > 0]  # the first line is an evaluation alone
     assert all(line["logp_gap/max"] < 1e-5 for line in steps)

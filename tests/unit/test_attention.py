@@ -15,7 +15,7 @@ from torch.nn.attention import varlen as flash
 
 from grpo.parts.model.attention import Copies, Segments, attend_padded, attend_varlen, make_buckets, sliding_window
 from tests.gpu_rehearsal.flash import attended
-from tests.oracle.plain import relative
+from tests.oracle.reference import relative
 
 
 def by_formula(query, key, value, cu_q, cu_k, left=None):

@@ -11,7 +11,7 @@ import megatron_bridge as bridge
 from config import ParallelConfig
 from grpo.parts.model import gated_delta as delta
 from grpo.parts.model.attention import Copies, Packing, Segments
-from tests.oracle.plain import delta_by_steps, relative
+from tests.oracle.reference import delta_by_steps, relative
 
 HF = hf_model.Qwen3_5TextConfig(
     hidden_size=64, num_hidden_layers=1, layer_types=["linear_attention"], linear_num_key_heads=2,

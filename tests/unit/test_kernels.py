@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from grpo.parts.model import cpu_backend, kernels, nucleus
-from tests.oracle.plain import relative
+from tests.oracle.reference import relative
 from tests.processes import REPO
 
 # Relative error: one rounding of the result. The interpreter cuts bf16 off.

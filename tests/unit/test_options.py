@@ -20,7 +20,7 @@ from tests.compare_runs import lasting
 from tests.conftest import REPO, build_model, check_state, tiny_config, tiny_model, wrap
 from tests.layout_worker import equal, one_layout
 from tests.oracle.layouts import make_plan, run_worker
-from tests.oracle.plain import relative
+from tests.oracle.reference import relative
 from train_grpo import Sample, flatten
 
 
