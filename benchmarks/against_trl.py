@@ -52,14 +52,14 @@ def command_of(work: str, system: str, number: int) -> list[str]:
     return [str(TRL / "bin/python"), *LAUNCH, "benchmarks/theirs.py", *options]
 
 
-def run(command: list[str], name: str, timeout_s: int = TIMEOUT_S) -> bool:
-    """Run a command, its output in build/bench/NAME.log; whether it ended well."""
+def run(command: list[str], name: str) -> bool:
+    """Run a command, its output in build/bench/NAME.log. Returns whether it ended well."""
     start = time.perf_counter()
     environment = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **os.environ}
     log = works.FOLDER / f"{name}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as out:
-        timed = ["timeout", str(timeout_s), *command]
+        timed = ["timeout", str(TIMEOUT_S), *command]
         code = subprocess.run(timed, cwd=REPO, env=environment, stdout=out, stderr=out).returncode
     report = f"{name}: {time.perf_counter() - start:.0f} s"
     if code != 0:
@@ -91,8 +91,9 @@ def spread(numbers: pandas.Series) -> str:
 
 
 def ratio(rows: pandas.DataFrame, column: str, systems: list[str]) -> str:
-    """The median of ours ÷ that of other systems, as a table's cell has it."""
-    ours, theirs = (rows[column][rows.system.isin(of)].median() for of in (["ours"], systems))
+    """The median of ours ÷ the median of other systems, as a table's cell has it."""
+    ours = rows[column][rows.system == "ours"].median()
+    theirs = rows[column][rows.system.isin(systems)].median()
     return "–" if math.isnan(ours / theirs) else f"{ours / theirs:.2f}"
 
 
@@ -120,17 +121,20 @@ def main() -> int:
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=[*SYSTEMS])
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
-    failed = 0
+
     if args.rounds and any(system.startswith("trl") for system in args.systems):
         theirs.setup(TRL)
         for work in args.works:
             works.make_inputs(WORKS[work])
+
+    failed = 0
     for number in range(1, args.rounds + 1):
         for work in args.works:
             for system in args.systems:
                 done = rows_on(RESULTS, work)
                 if not ((done.system == system) & (done["round"] == number)).any():
                     failed += not run(command_of(work, system, number), f"{work}.{system}.{number}")
+
     print("\n".join(ratio_lines({work: rows_on(RESULTS, work) for work in WORKS})))
     return 1 if failed else 0
 

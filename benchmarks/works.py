@@ -114,7 +114,7 @@ def matmuls(c: dict) -> list[tuple[int, int, int]]:
     return [(*shape, times) for shape, times in table.items()] + [(c["vocab_size"], c["hidden_size"], 1)]
 
 
-def make_model(folder: Path, work: Work) -> None:
+def make_model(folder: Path, work: Work):
     """Write the folder of an untrained model that ends an answer with the chance that `work.lengths` has.
 
     Channel 0 of the residual stream is a constant so large that the last norm makes it sqrt(hidden) everywhere; the end
@@ -176,7 +176,7 @@ def checksum(text: str, answer: str = "", row: dict | None = None) -> float:
     return zlib.crc32(text.encode()) / 2**32
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: argparse.ArgumentParser):
     parser.add_argument("--work", choices=WORKS, default="tiny-64", help="what to time")
     parser.add_argument("--warmup", type=int, default=3, help="steps before those that are timed")
     parser.add_argument("--steps", type=int, default=6, help="that are timed")
@@ -198,7 +198,7 @@ def read_results(path: Path) -> pandas.DataFrame:
     return pandas.read_csv(path) if path.exists() else pandas.DataFrame(columns=COLUMNS)
 
 
-def add_results(path: Path, rows: list[dict]) -> None:
+def add_results(path: Path, rows: list[dict]):
     """Append rows to a results file; numbers get six digits."""
     path.parent.mkdir(parents=True, exist_ok=True)
     table = pandas.DataFrame(rows, columns=COLUMNS)
