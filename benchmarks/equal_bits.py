@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python benchmarks/equal_bits.py                       # a CPU, in bf16
     VLLM_BATCH_INVARIANT=1 python benchmarks/equal_bits.py --dtype bf16     # a GPU: what model.match_engine could call
 
-The shapes are those of a layer of Qwen2.5-1.5B. On a CPU these are the operations of grpo/parts/model/matched.py. On a
+The shapes are of a layer of Qwen2.5-1.5B. On a CPU these are the operations of grpo/parts/model/matched.py. On a
 GPU they are vLLM's in eager mode beside the trainer's of today, and FlashAttention 2 over pages, with a gradient by
 torch. An operation that raises is a line too.
 """

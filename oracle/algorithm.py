@@ -41,7 +41,7 @@ def sets_of(weights, seed) -> Iterator[int]:
 
 
 def seed_of(*numbers) -> int:
-    """A seed of vLLM: that of a group from (seed, step, group), of a later turn from (group's seed, answer, turn)."""
+    """A seed of vLLM: of a group from (seed, step, group), of a later turn from (the group's seed, answer, turn)."""
     return int(np.random.SeedSequence(numbers).generate_state(1)[0])
 
 
@@ -74,8 +74,8 @@ def scheduled(cfg, step) -> dict[str, float]:
 def trained_groups(answers, cfg) -> set[int]:
     """The groups that a step trains on.
 
-    Under dynamic sampling these are the groups whose rewards differ before the penalty on length. If there are none,
-    they are those of the last round, which then had as many as the first.
+    Under dynamic sampling these are the groups whose rewards differ before the penalty on length. If there are none, it
+    trains on the groups of the last round, which then had as many as the first.
     """
     rewards = {}
     for a in answers:

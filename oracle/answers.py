@@ -26,10 +26,12 @@ def judge_order(state, rows) -> dict:
     prompts = {}
     for group, ids in sorted(groups.items()):
         chosen, number = next(state.stream)
-        prompt, problem = state.sets[chosen][number], ""
+        prompt = state.sets[chosen][number]
+        problem = ""
         if tuple(prompt.ids) != ids:
             found, wanted = (repr(state.tokenizer.decode(each)[-40:]) for each in (ids, prompt.ids))
-            prompt, problem = state.by_prompt.get(ids), f"group {group} has the prompt {found}, not {wanted}"
+            prompt = state.by_prompt.get(ids)
+            problem = f"group {group} has the prompt {found}, not {wanted}"
         prompts[group] = prompt
         state.report.say("order", problem)
     return prompts
@@ -43,9 +45,11 @@ def judge_answers(state, rows, step, sampling, limit):
 
     `sampling` has the keys of the section rollout or eval, and `limit` is the most tokens of an answer.
     """
-    report, numbers = state.report, Counter()
+    report = state.report
+    numbers = Counter()
     for row in rows:
-        group, seed = row["group"], seed_of(state.cfg.seed, step, row["group"])
+        group = row["group"]
+        seed = seed_of(state.cfg.seed, step, row["group"])
         report.say("seeds", f"{row['seed']} of group {group}, not {seed}" if row["seed"] != seed else "")
         judge_requests(state, row, numbers[group], sampling, limit)
         numbers[group] += 1
@@ -65,11 +69,13 @@ def judge_requests(state, row, number, sampling, limit):
         wanted |= {"temperature": max(sampling.temperature, 0.01), "top_p": sampling.top_p, "top_k": sampling.top_k}
     wanted["stop_token_ids"] = {*sampling.stop_token_ids, *state.ends}  # vLLM adds some of the model's own
 
-    starts, wrong = [0, *accumulate(row["turns"])], []
+    starts = [0, *accumulate(row["turns"])]
+    wrong = []
     if len(row["sampling"]) != len(row["turns"][::2]):
         wrong.append(f"{len(row['sampling'])} requests")
     for turn, given in enumerate(row["sampling"]):
-        wanted["max_tokens"], wanted["seed"] = limit - starts[2 * turn], row["seed"]
+        wanted["max_tokens"] = limit - starts[2 * turn]
+        wanted["seed"] = row["seed"]
         if turn:
             wanted["seed"] = seed_of(row["seed"], number, turn)
         elif state.cfg.rollout.turns:  # else there is one request for the whole group
@@ -83,7 +89,9 @@ def judge_requests(state, row, number, sampling, limit):
 
 def answer_problem(state, row, sampling, limit) -> str:
     """What is wrong with the length, the end or the text of an answer; empty if nothing is."""
-    length, finished, has_turns = len(row["response_ids"]), row["finished"], state.cfg.rollout.turns
+    length = len(row["response_ids"])
+    finished = row["finished"]
+    has_turns = state.cfg.rollout.turns
     # With turns the limit may also cut what the environment replies.
     if length > limit or (not finished and not has_turns and length < limit):
         return f"it has {length} tokens, the limit is {limit}, finished is {finished}"
@@ -102,7 +110,8 @@ def has_ended(state, ids, sampling) -> bool:
         return True
     if not sampling.stop:
         return False
-    before, whole = state.tokenizer.decode(ids[:-1]), state.tokenizer.decode(ids)
+    before = state.tokenizer.decode(ids[:-1])
+    whole = state.tokenizer.decode(ids)
     return any(text in whole and text not in before for text in sampling.stop)
 
 
@@ -121,12 +130,15 @@ def judge_rewards(state, rows, prompts, buffer):
     """
     check = state.report.check
     for row in rows:
-        parts, prompt = dict(row["reward_parts"]), prompts.get(row["group"])
+        parts = dict(row["reward_parts"])
+        prompt = prompts.get(row["group"])
         check("rewards", "reward", row["reward"], sum(parts.values()))
         if buffer:
             limit = state.cfg.rollout.max_new_tokens
             wanted = formulas.length_penalty(len(row["response_ids"]), limit, state.cfg.algo)
             check("rewards", "overlong", parts.pop("overlong", None), wanted)
+
+        # What is left are the parts that the user's functions give.
         if row["graded"] != "ok":
             check("rewards", "reward of one that was not graded", sum(parts.values()), 0)
         elif prompt is None:
@@ -137,7 +149,8 @@ def judge_rewards(state, rows, prompts, buffer):
 
 def judge_parts(state, row, prompt, parts):
     """The parts of an answer's reward, graded anew."""
-    report, turns = state.report, turns_of(row)
+    report = state.report
+    turns = turns_of(row)
     texts = [state.tokenizer.decode(ids, skip_special_tokens=True) for ids in turns]
     found = state.grader.parts(row, prompt, texts, has_ended(state, turns[-1], state.cfg.rollout))
     given = f"{row['reward']:g} for {row['text'][:40]!r}"
@@ -155,7 +168,8 @@ def judge_parts(state, row, prompt, parts):
 
 def judge_groups(state, rows, trained):
     """The size of groups, how many were sampled and how many are trained, and the mean reward."""
-    check, metrics = state.report.check, state.metrics
+    check = state.report.check
+    metrics = state.metrics
     sizes = Counter(row["group"] for row in rows)
     check("groups", "groups/size", [*sizes.values()], [state.cfg.rollout.group_size] * len(sizes))
     check("rewards", "reward/mean", metrics["reward/mean"], sum(row["reward"] for row in rows) / len(rows))
@@ -170,7 +184,8 @@ def judge_evaluation(state, rows):
     """The answers of the evaluation after a step, if there was one."""
     if not rows:
         return
-    options, report = state.cfg.eval, state.report
+    options = state.cfg.eval
+    report = state.report
     judge_answers(state, rows, 0, options, options.max_new_tokens or state.cfg.rollout.max_new_tokens)
     counts = Counter(row["group"] for row in rows)
     report.check("groups", "groups/eval.samples", [*counts.values()], [options.samples] * len(counts))
@@ -184,5 +199,7 @@ def judge_evaluation(state, rows):
     is_plain = options.temperature and (options.top_p, options.top_k) == (1, -1) and not state.cfg.rollout.vllm
     if is_plain and not state.unknown:
         answers = [scored(row, state.cfg) for row in rows]
-        theirs, ours = [a.rollout for a in answers], state.trainer.score(answers, options.temperature)
-        report.check("log-probs", "token: rollout_logp", torch.cat(theirs), torch.cat(ours))
+        state.trainer.score(answers, "before", options.temperature)
+        theirs = torch.cat([a.rollout for a in answers])
+        ours = torch.cat([a.before for a in answers])
+        report.check("log-probs", "token: rollout_logp", theirs, ours)

@@ -7,16 +7,19 @@ from oracle.models import rounded
 
 
 def judge_exports(state, step):
-    """The exported weights and adapters after a step. Where ours are not the run's, those of the export become ours."""
-    trainer, report = state.trainer, state.report
-    folder, adapter = state.run.has("hf", step), state.run.has("adapter", step)
+    """The exported weights and adapters after a step. Where ours are not the run's, we take the export's."""
+    trainer = state.trainer
+    report = state.report
+    folder = state.run.has("hf", step)
+    adapter = state.run.has("adapter", step)
     if folder is None or state.barred:
         return
     weights = trained = trainer.read(folder, trainer.dtype)
     if adapter is not None:
         trained = {n.removeprefix("base_model.model."): w for n, w in trainer.read(adapter, "fp32").items()}
         written = json.loads((adapter / "adapter_config.json").read_text())
-        scale, own = written["lora_alpha"] / written["r"], state.cfg.lora.alpha / state.cfg.lora.rank
+        scale = written["lora_alpha"] / written["r"]
+        own = state.cfg.lora.alpha / state.cfg.lora.rank
         report.say("adapters", f"alpha / r: {scale:g}, not {own:g}" if scale != own else "")
 
     if not state.unknown:
@@ -26,7 +29,8 @@ def judge_exports(state, step):
             judge_weights(report, "adapters", trained, ours, first)
     elif trainer.main.keys() == trained.keys():
         trainer.restart(trained)
-        state.unknown, state.has_moments = "", False
+        state.unknown = ""
+        state.has_moments = False
         report.note("weights", "taken from an export, where ours are not the run's")
 
 
@@ -34,7 +38,8 @@ def judge_weights(report, item, theirs, ours, first):
     """The distance of the run's weights from ours, as a share of how far ours moved from the first."""
     if theirs.keys() != ours.keys():
         return report.say(item, f"only one side has {sorted(theirs.keys() ^ ours.keys())[:3]}")
-    apart, moved = distance(theirs, ours), distance(first, ours)
+    apart = distance(theirs, ours)
+    moved = distance(first, ours)
     report.check(item, f"export: {item}", apart / moved if moved else apart, 0.0)
 
 

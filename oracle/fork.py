@@ -38,7 +38,8 @@ def own_loss(cfg, step):
 
     def loss(a, weight, logp, entropy):
         batch = train_grpo.flatten([sample_of(a)], algo.mask_truncated)
-        size, places = len(batch.tokens), positions_of(a)
+        size = len(batch.tokens)
+        places = positions_of(a)
 
         def spread(values):
             return None if values is None else torch.zeros(size).index_put((places,), values.float())

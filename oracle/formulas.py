@@ -37,9 +37,11 @@ def policy_loss(logp, old, advantages, algo):
     # Bounds on the change of the probability.
     if algo.loss in ("ipo", "dppo_tv"):
         moved = (torch.exp(logp) - torch.exp(old)).detach()
-        above, below = moved > algo.clip_high, moved < -algo.clip_low
+        above = moved > algo.clip_high
+        below = moved < -algo.clip_low
         if algo.loss == "dppo_tv":
-            above, below = above & (advantages > 0), below & (advantages <= 0)
+            above = above & (advantages > 0)
+            below = below & (advantages <= 0)
         clipped = above | below
         return -ratio * advantages * ~clipped, clipped.to(logp.dtype)
 
@@ -51,7 +53,8 @@ def policy_loss(logp, old, advantages, algo):
     if algo.loss == "cispo":
         return -bounded.detach() * advantages * logp, (bounded != ratio).to(logp.dtype)
 
-    free_gain, bounded_gain = ratio * advantages, bounded * advantages
+    free_gain = ratio * advantages
+    bounded_gain = bounded * advantages
     loss = -torch.minimum(free_gain, bounded_gain)
     clipped = bounded_gain < free_gain
     if algo.dual_clip is not None:

@@ -46,7 +46,7 @@ class Grader:
             return user_code.last_line(error)
 
     def grade(self, name, answer, prompt, row) -> dict[str, float]:
-        """The parts that one reward function gives; those of None are left out."""
+        """The parts that one reward function gives, without parts of None."""
         if name not in self.functions:
             self.functions[name] = function_of(name, self.cfg.reward)
         found = self.functions[name](answer["text"], prompt.answer, row, answer["response_ids"])
@@ -59,7 +59,8 @@ class Grader:
             return row
         environment = user_code.load_function("rollout.turns", self.cfg.rollout.turns)
         *before, last = said
-        turns, state = [], {}
+        turns = []
+        state = {}
         for text in before:
             turns += [text, environment(text, row, state)]
         if ended:  # the environment hears the last turn too, and its reply is dropped
@@ -75,9 +76,11 @@ def function_of(name, cfg) -> Callable:
     function = reward.REWARDS.get(place) or user_code.load_function(f"reward {name}", place)
 
     # A class takes its options once, a function at each call.
-    call, options = function, cfg.options.get(name, {})
+    call = function
+    options = cfg.options.get(name, {})
     if inspect.isclass(function):
-        call, options = function(**options), {}
+        call = function(**options)
+        options = {}
     takes_ids = "response_ids" in inspect.signature(call).parameters
 
     def grade(text, answer, row, ids) -> dict:

@@ -28,7 +28,8 @@ def repeat(run: Recorded) -> Report:
 
 def repeat_step(state, step):
     """Compare all that a step recorded, in the order in which a step makes it, and make its updates."""
-    run, cfg = state.run, state.cfg
+    run = state.run
+    cfg = state.cfg
     rows = run.rollouts(step)
     state.metrics = run.metrics.get(step)
     state.values = algorithm.scheduled(cfg, step)
@@ -70,7 +71,8 @@ def judge_schedule(state):
 
 def repeat_updates(state, rows):
     """The advantages of a step and its updates. After it our weights are the run's, or state.unknown says why not."""
-    metrics, trainer = state.metrics, state.trainer
+    metrics = state.metrics
+    trainer = state.trainer
     answers = [scored(row, state.cfg) for row in rows]
     if not state.unknown:
         trainer.prepare(answers, state.values)
@@ -94,7 +96,8 @@ def repeat_updates(state, rows):
     clipped = tokens = 0
     for number, chosen in enumerate(updates):
         sums = gradient(state, answers, chosen, state.own) if number else first
-        clipped, tokens = clipped + sums["clipped"], tokens + sums["tokens"]
+        clipped = clipped + sums["clipped"]
+        tokens = tokens + sums["tokens"]
         if state.has_moments and (not metrics or metrics["update/applied"]):
             trainer.step(sums["grad_norm"], state.values["lr"])
     if not state.has_moments:

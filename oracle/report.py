@@ -23,7 +23,7 @@ ROUNDED = {
     "": ((2e-5, 2e-4), (4e-3, 0.03), (2e-2, 0.1)),
     "advantage": ((5e-4, 1e-3), (0.05, 0.1), (0.2, 0.4)),  # with algo.kl_in=reward; else through no model
     "token: rollout_logp": ((5e-4, 0.0), (0.1, 0.0), (0.45, 0.0)),
-    "logp_gap/": ((5e-4, 0.0), (0.1, 0.0), (0.45, 0.0)),  # our weights, not those of the run, against vLLM
+    "logp_gap/": ((5e-4, 0.0), (0.1, 0.0), (0.45, 0.0)),  # of our weights to vLLM, not of the run's
     "grad_norm": ((1e-6, 3e-4), (2e-3, 0.1), (1e-2, 0.5)),
     "ratio/clip_frac": ((2e-5, 2e-4), (0.1, 0.0), (0.1, 0.0)),
     "export: ": ((4e-3, 0.0), (0.2, 0.0), (0.5, 0.0)),
@@ -97,7 +97,8 @@ class Report:
         if not len(own) or shares.max() == 0:
             return Difference()
 
-        worst, share = int(shares.argmax()), shares.max().item()
+        worst = int(shares.argmax())
+        share = shares.max().item()
         parts = ""
         if share > 1:
             n = int((shares > 1).nonzero()[0])

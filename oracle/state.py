@@ -29,7 +29,9 @@ class State:
     """A run with what repeats it. A part that cannot be read is None or empty, and a remark of the report says why."""
 
     def __init__(self, run: Recorded, report: Report):
-        self.run, self.cfg, self.report = run, run.cfg, report
+        self.run = run
+        self.cfg = run.cfg
+        self.report = report
         self.metrics: dict | None = None  # of the step, as the run has them
         self.values: dict[str, float] = {}  # of the step, of the keys that may have a schedule
         self.taken = self.updates = 0  # prompts, and the optimizer's updates, so far
@@ -50,9 +52,11 @@ class State:
 
         # The data.
         prompts = self.prompts_of("train")
-        self.sets, weights = [prompts], [1]
+        self.sets = [prompts]
+        weights = [1]
         if isinstance(prompts, Mixture):
-            self.sets, weights = prompts.sets, prompts.weights
+            self.sets = prompts.sets
+            weights = prompts.weights
         self.stream = algorithm.order_of([len(each) for each in self.sets], weights, self.cfg.seed)
         self.eval_prompts = self.prompts_of("eval")
 
@@ -72,7 +76,8 @@ class State:
 
     def prompts_of(self, key):
         """The prompts of data.train or data.eval; empty where there are none, or no tokenizer."""
-        value, data = getattr(self.cfg.data, key), self.cfg.data
+        value = getattr(self.cfg.data, key)
+        data = self.cfg.data
         if self.tokenizer is None or value is None:
             return []
         if key == "eval":  # read as a data.train of its own, so that a mistake between the two shows
@@ -85,7 +90,7 @@ class State:
         return {tuple(prompt.ids): prompt for prompt in itertools.chain(*self.sets)}
 
     def lose(self, why, items):
-        """From here on our weights are not those of the run, until it exports its own."""
+        """From here on our weights are not the run's, until it exports its own."""
         self.unknown = why
         for item in items:
             self.report.note(item, f"not judged: {why}")

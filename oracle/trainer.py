@@ -68,7 +68,8 @@ class Trainer:
 
         # The reference, and a teacher that is another model.
         self.reference = dict(self.start()) if cfg.algo.kl_coef else {}
-        self.teacher, self.teacher_weights = None, None
+        self.teacher = None
+        self.teacher_weights = None
         if cfg.algo.teacher not in (None, "self"):
             folder = local_folder(cfg.algo.teacher)
             self.teacher = Model(folder)
@@ -89,7 +90,8 @@ class Trainer:
         """Go on with other weights, and a new optimizer."""
         self.main = weights
         t = self.cfg.train
-        betas, eps = (t.adam_beta1, t.adam_beta2), self.cfg.megatron.get("adam_eps", 1e-8)
+        betas = (t.adam_beta1, t.adam_beta2)
+        eps = self.cfg.megatron.get("adam_eps", 1e-8)
         self.optimizer = torch.optim.AdamW(self.main.values(), betas=betas, eps=eps, weight_decay=t.weight_decay)
 
     def current(self, leaves=None) -> Weights:
@@ -102,29 +104,28 @@ class Trainer:
     # ---------------------------------------------------------------- a step
 
     def prepare(self, answers, values):
-        """Set the log-probs that the step needs besides those of its first update."""
-        algo, t, temperature = self.cfg.algo, self.cfg.train, values["temperature"]
-        found = {}
+        """Set the log-probs that the step needs and that its first update does not give."""
+        algo = self.cfg.algo
+        t = self.cfg.train
+        temperature = values["temperature"]
         several = t.updates_per_step * t.epochs_per_step > 1
         if several or algo.teacher or (algo.kl_coef and algo.kl_in == "reward"):
-            found["before"] = self.score(answers, temperature)
+            self.score(answers, "before", temperature)
         if algo.kl_coef:
-            found["ref"] = self.score(answers, temperature, self.reference)
+            self.score(answers, "ref", temperature, self.reference)
         if algo.teacher:
-            found["teacher"] = self.score(answers, temperature, self.teacher_weights, self.teacher, hinted=True)
+            self.score(answers, "teacher", temperature, self.teacher_weights, self.teacher, hinted=True)
 
         # With equal bits vLLM's log-probs are the policy's own. Ours then stand for both, within rounding.
         is_rollout = algo.old_logp == "rollout" and not self.cfg.model.match_engine
-        for n, a in enumerate(answers):
-            for name, tensors in found.items():
-                setattr(a, name, tensors[n])
+        for a in answers:
             a.old = a.rollout if is_rollout else a.before
 
     def gradient(self, answers: list[Scored], weights: list[Tensor], loss, temperature) -> Counter:
         """The gradient of an update, into `main`; sums over its tokens of what it reports.
 
-        `weights` has those of each answer's tokens. loss(answer, weight, logp, entropy) returns the answer's loss
-        and {"policy", "clipped", "outside": sum over the tokens}.
+        `weights` has a tensor for each answer. loss(answer, weight, logp, entropy) returns the answer's loss and
+        {"policy", "clipped", "outside": sum over the tokens}.
         """
         leaves = {name: rounded(weight, self.dtype).clone().requires_grad_() for name, weight in self.main.items()}
         trained = int(sum((weight > 0).sum() for weight in weights))
@@ -164,12 +165,12 @@ class Trainer:
     # ---------------------------------------------------------------- forward passes
 
     @torch.no_grad()
-    def score(self, answers, temperature, weights=None, model=None, hinted=False) -> list[Tensor]:
-        """The log-probs of the answers by the policy, or by other weights."""
-        weights, found = weights or self.current(), {}
+    def score(self, answers, name, temperature, weights=None, model=None, hinted=False):
+        """Set the attribute `name` of the answers to their log-probs by the policy, or by other weights."""
+        weights = weights or self.current()
         for batch in self.passes(answers, temperature, lambda: weights, model, hinted):
-            found |= {n: logp for n, logp, _ in batch}
-        return [found[n] for n in range(len(answers))]
+            for n, logp, _ in batch:
+                setattr(answers[n], name, logp)
 
     def passes(
         self, answers, temperature, weights, model=None, hinted=False

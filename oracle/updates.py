@@ -1,7 +1,7 @@
 """The updates of a step: log-probs, advantages, and the first update against the run's metrics.
 
-`state` is what repeats the run (state.py), `answers` are Scored (trainer.py), and `chosen` the numbers of those of an
-update.
+`state` is what repeats the run (state.py), `answers` are Scored (trainer.py), and `chosen` are the numbers of the
+answers of an update.
 """
 
 from collections import Counter
@@ -18,7 +18,9 @@ from oracle.trainer import known_loss, known_weights, losses_of
 
 def judge_log_probs(state, answers, updates) -> bool:
     """vLLM's log-probs, and its gap to the trainer. False where our weights are not the run's."""
-    cfg, report, metrics = state.cfg, state.report, state.metrics
+    cfg = state.cfg
+    report = state.report
+    metrics = state.metrics
 
     # The answers whose gap the run reports.
     count = cfg.train.updates_per_step if cfg.algo.old_logp == "trainer" else 1
@@ -57,7 +59,8 @@ def judge_log_probs(state, answers, updates) -> bool:
 
 def judge_advantages(state, answers) -> list:
     """Set the advantages, ours or where they part the run's. Returns the answers, without those that have none."""
-    algo, report = state.cfg.algo, state.report
+    algo = state.cfg.algo
+    report = state.report
     in_reward = algo.kl_in == "reward" and state.values["kl_coef"]
     found = None
     if algo.advantage not in algorithm.ADVANTAGES:
@@ -103,7 +106,8 @@ def gradient(state, answers, chosen, own) -> Counter | None:
 
     Returns the sums of what the update reports. None if the checkout's functions raised.
     """
-    cfg, taken = state.cfg, [answers[n] for n in chosen]
+    cfg = state.cfg
+    taken = [answers[n] for n in chosen]
     try:
         if own:
             from oracle import fork
@@ -122,7 +126,9 @@ def judge_first_update(state, answers, chosen, sums) -> Counter:
     """The first update of a step, with the `sums` of what it reports. Where these part from the run, others take their
     place. Returns the sums to go on with.
     """
-    report, metrics, taken = state.report, state.metrics, [answers[n] for n in chosen]
+    report = state.report
+    metrics = state.metrics
+    taken = [answers[n] for n in chosen]
     if metrics["loss/total"] is None or metrics["grad_norm"] is None:
         report.note("loss", "not judged in a step: it was NaN or infinite")
         return sums

@@ -91,7 +91,8 @@ def make_plan(folder, family, *overrides, dtype="fp32", **plan) -> dict:
 
 def run_worker(server, folder, nproc, *plans, script="tests/layout_worker.py", **env) -> list[dict[str, dict]]:
     """Of each plan, layout → what tests/layout_worker.py found on it; `server` is the fork_server."""
-    file, printed = folder / "plans.json", folder / "printed.txt"
+    file = folder / "plans.json"
+    printed = folder / "printed.txt"
     file.write_text(json.dumps(plans))
     assert server.run(printed, script, str(file), nproc=nproc, seconds=1800, **env) == 0, printed.read_text()
     return [{name: load_file(f"{plan['out']}/{name}.safetensors") for name in plan["layouts"]} for plan in plans]
@@ -106,7 +107,8 @@ def run_cases(request, server, tmp_path_factory, *overrides, more=None, lora=Non
     for item in request.session.items:
         params = item.callspec.params if hasattr(item, "callspec") else {}
         if item.module is request.module and "layout" in params:
-            family, layout = params["family"], params["layout"]
+            family = params["family"]
+            layout = params["layout"]
             chosen.setdefault(family, {})[layout] = (layouts_of(family) | (more or {}))[layout]
 
     results = {}

@@ -24,7 +24,8 @@ def make_samples() -> list[dict]:
     samples = []
     prompts = [rng.integers(2, 16, length) for length in (8, 1, 5, 6)]
     for n in range(14):
-        prompt, response = prompts[n // 4], rng.integers(0, 16, 1 if n % 5 == 0 else rng.integers(1, 31))
+        prompt = prompts[n // 4]
+        response = rng.integers(0, 16, 1 if n % 5 == 0 else rng.integers(1, 31))
         sample = {"group": n // 4, "prompt_ids": prompt.tolist(), "response_ids": response.tolist(), "finished": True}
         sample |= {"rollout_logp": rng.normal(-2.5, 0.5, len(response)).tolist(), "advantage": rng.normal()}
         samples.append(sample | {"text": "", "source": "s"})
@@ -35,9 +36,11 @@ def reference(folder, given, samples=None, model=None, lora=None, **algo) -> dic
     """Loss, log-probs [F] and gradients of one update on the samples, by the weights of a folder.
 
     `given` holds the old and reference log-probs [F] that the worker made up, and `algo` has keys of that section. With
-    `lora` the gradients are those of made-up factors, and "merged.<name>" are the weights with them.
+    `lora` the gradients are of made-up factors, and "merged.<name>" are the weights with them.
     """
-    model, samples, algo = model or float64_model(folder), samples or make_samples(), AlgoConfig(**ALGO | algo)
+    model = model or float64_model(folder)
+    samples = samples or make_samples()
+    algo = AlgoConfig(**ALGO | algo)
     weights = leaves = file_weights(folder)
     if lora:
         leaves = made_up_factors(weights, lora)
@@ -46,11 +49,13 @@ def reference(folder, given, samples=None, model=None, lora=None, **algo) -> dic
     if lora:
         weights = merge_factors(weights, leaves, lora, "fp32")
 
-    place, total, logps = 0, 0.0, []
+    place = 0
+    total = 0.0
+    logps = []
     counts = [len(s["response_ids"]) for s in samples]
     weights_N = formulas.answer_weights(counts, algo.loss_norm, 32)
     for s, weight in zip(samples, weights_N, strict=True):
-        # The log-probs of the answer, and those of the worker at its positions.
+        # The answer's log-probs, and the worker's at its positions.
         all_logp = vocabulary_logp(model, weights, s)
         logp = all_logp.gather(-1, torch.tensor(s["response_ids"])[:, None])[:, 0]
         place += len(s["prompt_ids"]) - 1
@@ -59,8 +64,10 @@ def reference(folder, given, samples=None, model=None, lora=None, **algo) -> dic
         logps += [logp.new_zeros(len(s["prompt_ids"]) - 1), logp.detach()]
 
         # Its loss.
-        entropy, rollout = -(all_logp.exp() * all_logp).sum(-1), torch.tensor(s["rollout_logp"]).double()
-        advantages, weights_T = torch.full_like(old, s["advantage"]), torch.full_like(old, weight)
+        entropy = -(all_logp.exp() * all_logp).sum(-1)
+        rollout = torch.tensor(s["rollout_logp"]).double()
+        advantages = torch.full_like(old, s["advantage"])
+        weights_T = torch.full_like(old, weight)
         loss_T, *_ = formulas.answer_loss(logp, old, ref, rollout, advantages, weights_T, entropy, algo)
         total = total + loss_T.sum() / sum(counts)
 
@@ -76,7 +83,8 @@ def vocabulary_logp(model, weights, s):
     """
     logits = model.logits(weights, [s["prompt_ids"]], [s["response_ids"]], TEMPERATURE)
     if "nuclei" in s:
-        is_out, place = torch.ones_like(logits, dtype=torch.bool), 0
+        is_out = torch.ones_like(logits, dtype=torch.bool)
+        place = 0
         for token in s["nuclei"]:
             if token < 0:  # the end of a nucleus
                 place += 1

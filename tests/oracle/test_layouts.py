@@ -128,7 +128,8 @@ def test_balancing_loss_does_not_depend_on_the_layout(fork_server, tmp_path):
     on every layout, against transformers' router logits in float64."""
     samples = make_samples()
     lengths_N = np.array([len(s["prompt_ids"]) + len(s["response_ids"]) - 1 for s in samples])
-    bins, coefficient = [[*range(0, 14, 2)], [*range(1, 14, 2)]], 0.5
+    bins = [[*range(0, 14, 2)], [*range(1, 14, 2)]]
+    coefficient = 0.5
     budget = max(math.ceil(lengths_N[members].sum() / 4) * 4 for members in bins)  # a multiple of tp · cp
     names = ("TP2·PP2", "TP2·CP2", "PP2·CP2", "EP2·TP2·ETP1·DP2", "EP2·TP2·ETP2·DP2", "PP2·EP2·DP2")
     plan = make_plan(
@@ -150,7 +151,8 @@ def test_balancing_loss_does_not_depend_on_the_layout(fork_server, tmp_path):
 
 def balance_gradients(folder, samples, bins, coefficient):
     """(gradients of sum_bins tokens · coefficient · E · sum_e f_e P_e / all tokens, busiest over mean load a layer)."""
-    model, weights = float64_model(folder), file_weights(folder)
+    model = float64_model(folder)
+    weights = file_weights(folder)
     for weight in weights.values():
         weight.requires_grad_()
     layers = model.module.model.layers
@@ -158,7 +160,8 @@ def balance_gradients(folder, samples, bins, coefficient):
     for layer, found in zip(layers, probs, strict=True):
         layer.mlp.gate.register_forward_hook(lambda m, i, out, found=found: found.append(out[0].softmax(-1)))
 
-    total, counts = 0.0, torch.zeros(len(layers), 4)
+    total = 0.0
+    counts = torch.zeros(len(layers), 4)
     for members in bins:
         for found in probs:
             found.clear()
@@ -220,7 +223,8 @@ STARTS = {
 def test_a_layout_at_its_own_size(fork_server, tmp_path, start, record_property):
     """An update, the digests of a push, a checkpoint that another layout reads."""
     family, options, fields = STARTS[start]
-    nproc, sizes = int(start.partition(":")[0]), {key: int(size) for key, size in re.findall(r"([a-z]+)(\d+)", start)}
+    nproc = int(start.partition(":")[0])
+    sizes = {key: int(size) for key, size in re.findall(r"([a-z]+)(\d+)", start)}
     keys = [f"parallel.{key}={size}" for key, size in sizes.items()] + [f"megatron.{field}=true" for field in fields]
     plan = make_plan(tmp_path, family, layouts={"large": keys})
     layouts.make_model(tmp_path / "model", family, **options)

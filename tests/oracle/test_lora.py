@@ -19,7 +19,8 @@ from tests.layout_worker import one_layout
 from tests.oracle.layouts import Results, check_held, check_update, make_model, make_plan, run_cases
 from tests.oracle.reference import file_weights, made_up_factors, reference, relative
 
-RANK, ALPHA = 8, 12.0
+RANK = 8
+ALPHA = 12.0
 LORA = (f"lora.rank={RANK}", f"lora.alpha={ALPHA}")
 ALL = ("qkv", "proj", "fc1", "fc2")
 
@@ -110,14 +111,17 @@ def test_a_weight_without_a_difference_keeps_its_bits():
     """The first push must give vLLM what it has read from disk; of both zeros -0.0 is easily lost."""
     weight = torch.tensor([[0.0, -0.0, 1e-40], [-0.0, 3.0, -0.0]])
     for dtype in (torch.float32, torch.bfloat16):
-        a, b = torch.randn(RANK, 3).to(dtype), torch.zeros(2, RANK, dtype=dtype)
+        a = torch.randn(RANK, 3).to(dtype)
+        b = torch.zeros(2, RANK, dtype=dtype)
         bits = lora.merge(weight.to(dtype), a, b, 1.5).view(torch.int16)
         assert torch.equal(bits, weight.to(dtype).view(torch.int16))
 
 
 def test_a_sum_is_rounded_once():
     """In bf16, where 258 follows 256, 256 + 0.75 + 0.75 is 256 if each sum is rounded, and 258 if only the last is."""
-    weight, a, b = torch.tensor([[256.0]]), torch.tensor([[1.0], [1.0]]), torch.tensor([[0.75, 0.75]])
+    weight = torch.tensor([[256.0]])
+    a = torch.tensor([[1.0], [1.0]])
+    b = torch.tensor([[0.75, 0.75]])
     assert lora.merge(weight.bfloat16(), a.bfloat16(), b.bfloat16(), 1.0).item() == 258.0
     assert (weight.bfloat16() + 0.75).item() == 256.0
 
@@ -137,7 +141,8 @@ def test_a_run_pushes_exports_and_resumes(train_forked, tiny, tmp_path):
     assert {metrics["sync/checked"] for metrics in run.metrics} == {1.0}
     report = repeat(read_run(run.out))  # the exports are the sums of weights and adapters; each has alpha / r too
     assert not report.parted() and report.items["adapters"].count == 6, report.table()
-    base, exported = load_file(tiny / "model/model.safetensors"), run.weights(3)
+    base = load_file(tiny / "model/model.safetensors")
+    exported = run.weights(3)
     first = run.out / "checkpoints/step_000001"
     size = sum(path.stat().st_size for path in first.glob("rank_*.safetensors"))
     assert size < 12 * sum(weight.numel() for weight in base.values()) / 2  # the adapters alone
@@ -153,6 +158,6 @@ def test_a_resume_with_other_adapters_is_refused(tiny, tmp_path):
     was = LoraConfig(rank=8, alpha=16.0).model_dump()
     path = Path("step_000004")
     lora.check_resumed(was, LoraConfig(rank=8, alpha=16.0, targets=["fc2", "fc1", "proj", "qkv"]), path)  # any order
-    for asked in ({"rank": 4}, {"rank": 8, "alpha": 32.0}, {"rank": 8, "targets": ["qkv"]}):
+    for other in ({"rank": 4}, {"rank": 8, "alpha": 32.0}, {"rank": 8, "targets": ["qkv"]}):
         with pytest.raises(UserError, match=r"^lora=.*, but step_000004 was saved with lora=.*'rank': 8, 'alpha'"):
-            lora.check_resumed(was, LoraConfig(**asked), path)
+            lora.check_resumed(was, LoraConfig(**other), path)

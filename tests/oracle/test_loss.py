@@ -11,9 +11,9 @@ from grpo.step.records import Sample
 from oracle import formulas
 from tests.conftest import tiny_config
 
-LENGTHS = (4, 3, 6, 5, 2, 6, 1, 4, 5)  # of the answers, of three to a group; those of the largest are truncated
+LENGTHS = (4, 3, 6, 5, 2, 6, 1, 4, 5)  # of the answers, three to a group; the longest are truncated
 REWARDS = (1.0, 0.0, 0.25, 0.5, 0.5, 0.5, 0.0, 2.0, 1.0)
-# Differences of log-probs: those of a whole answer and, added, those that its tokens take turns in.
+# Differences of log-probs: of a whole answer and, added to it, of its tokens in turn.
 OF_ANSWERS = (0.0, 0.3, -0.3, 0.015, 0.75, -0.75, 0.1, -0.1, 0.45)
 POLICY = (0.003, 0.11, -0.13, 2.6, -2.4)  # policy - old
 SAMPLER = (0.0002, 0.7, -0.6, 2.1, -1.9)  # old - vLLM

@@ -1,5 +1,5 @@
 """Replayed cuts of rollout.top_p and top_k: an update with the ids that each token was drawn from is, on every layout,
-that of plain transformers whose other logits are masked; a run's gap to vLLM is rounding."""
+equal to plain transformers whose other logits are masked; a run's gap to vLLM is rounding."""
 
 import json
 
@@ -21,8 +21,9 @@ LAYOUTS = {  # on 4 ranks
 
 
 def cut_samples():
-    """The samples of layouts.py, each token drawn from 1 to 16 of the 16 ids, in any order."""
-    rng, samples = np.random.default_rng(6), make_samples()
+    """The samples of make_samples, each token drawn from 1 to 16 of the 16 ids, in any order."""
+    rng = np.random.default_rng(6)
+    samples = make_samples()
     for s in samples:
         s["nuclei"] = []
         for token in s["response_ids"]:

@@ -73,7 +73,7 @@ ILLEGAL = (  # pairs of values that may not stand in one run
     # It holds two kernels against each other: of equal weights the KL is rounding noise, which a group of equal rewards
     # divides by its own standard deviation.
     {("algorithm", "old by vLLM"), ("kl", "reward")},
-    # vLLM's routes are those of our routers in fp32 and before an update alone.
+    # vLLM's routes are our routers' only in fp32 and before an update.
     {("routes", "on"), ("dtype", "bf16")},
     {("routes", "on"), ("updates", "2 × 2")},
 )

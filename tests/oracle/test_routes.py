@@ -17,7 +17,9 @@ from tests.layout_worker import one_layout
 from tests.oracle import layouts
 from tests.oracle.reference import float64_model, make_samples, reference
 
-LAYERS, EXPERTS, K = 4, 4, 2
+LAYERS = 4
+EXPERTS = 4
+K = 2
 RECOMPUTE_MOE = ["megatron.recompute_granularity=selective", "megatron.recompute_modules=[moe]"]
 LAYOUTS = {  # on 4 ranks
     **{name: layouts.MOE_LAYOUTS[name] for name in ("EP4·DP4, overlap", "EP2·TP2·ETP2·DP2", "CP2·EP2·DP2")},
@@ -60,12 +62,15 @@ def test_what_cannot_be_replayed_is_refused(tiny, tmp_path, monkeypatch):
 
 
 def routed_samples() -> list[dict]:
-    """The samples of layouts.py, each token sent to two experts at random in every layer, those of a prompt alike
-    in most answers to it; every third sample has no routes of its first two tokens."""
-    rng, samples = np.random.default_rng(5), make_samples()
+    """make_samples, each token sent to two experts at random in every layer, the tokens of a prompt alike
+    in most answers to it. Every third sample has no routes of its first two tokens.
+    """
+    rng = np.random.default_rng(5)
+    samples = make_samples()
     of_prompt = rng.random((4, 8, LAYERS, EXPERTS)).argsort(-1)[..., :K]  # of each group
     for n, s in enumerate(samples):
-        prompt, tokens = len(s["prompt_ids"]), len(s["prompt_ids"]) + len(s["response_ids"]) - 1
+        prompt = len(s["prompt_ids"])
+        tokens = len(s["prompt_ids"]) + len(s["response_ids"]) - 1
         drawn = rng.random((tokens, LAYERS, EXPERTS)).argsort(-1)[..., :K]
         if n % 4 != 3:
             drawn[:prompt] = of_prompt[s["group"], : min(prompt, tokens)]
@@ -117,7 +122,8 @@ def test_forced_routes_equal_plain_transformers(world, tmp_path):
 @pytest.mark.slow
 def test_forced_routes_on_every_layout(fork_server, tmp_path):
     (found,) = layouts.run_worker(fork_server, tmp_path, 4, routed_plan(tmp_path, layouts=LAYOUTS))
-    samples, given = routed_samples(), next(iter(found.values()))
+    samples = routed_samples()
+    given = next(iter(found.values()))
     wanted = reference(tmp_path / "model", given, samples, forced_model(tmp_path / "model", samples))
     for each in found.values():
         layouts.check_update(each, wanted)
