@@ -96,8 +96,8 @@ def repeat_updates(state, rows):
     clipped = tokens = 0
     for number, chosen in enumerate(updates):
         sums = gradient(state, answers, chosen, state.own) if number else first
-        clipped = clipped + sums["clipped"]
-        tokens = tokens + sums["tokens"]
+        clipped += sums["clipped"]
+        tokens += sums["tokens"]
         if state.has_moments and (not metrics or metrics["update/applied"]):
             trainer.step(sums["grad_norm"], state.values["lr"])
     if not state.has_moments:

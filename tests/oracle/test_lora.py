@@ -1,5 +1,5 @@
-"""LoRA: on every layout the gradient of each factor, the loss and the log-probs equal those of plain transformers in
-float64, and of PEFT where it is installed (pip install peft); what is pushed, exported and resumed is their sum.
+"""LoRA: on every layout the gradient of each factor, the loss and the log-probs equal plain transformers in float64.
+What is pushed, exported and resumed is the sum of weights and adapters, as PEFT merges it (pip install peft).
 """
 
 from pathlib import Path
