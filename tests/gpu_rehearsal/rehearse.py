@@ -1,11 +1,10 @@
 """train_grpo.py with a stand-in for vLLM, on a GPU that is not there (device.py), or on the CPU with the same answers.
 
-    torchrun --standalone --nproc_per_node=2 tests/gpu_rehearsal/rehearse.py [--on cpu] [--before FILE.py] \\
+    torchrun --standalone --nproc_per_node=2 tests/gpu_rehearsal/rehearse.py [--on cpu] \\
         --config configs/tiny.yaml parallel.ep=2 ...
 
-The arguments are those of train_grpo.py. `--before` is a file that is run before the script is. On the GPU, each rank
-of a run that succeeds writes output_dir/waits_<rank>.json: {"counts": [[phase, place, kind, number], ...], "units":
-{"update": number, ...}}.
+The arguments are those of train_grpo.py. On the GPU, each rank of a run that succeeds writes
+output_dir/waits_<rank>.json: {"counts": [[phase, place, kind, number], ...], "units": {"update": number, ...}}.
 
 The answers are random numbers that follow from the seeds of their prompts, so they are the same on any layout. Besides
 what FakeTensors refuse, the run fails if a weight is pushed that is not on the GPU, or not contiguous.
@@ -24,7 +23,6 @@ from tests.gpu_rehearsal import shim
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--on", choices=("gpu", "cpu"), default="gpu")
-    parser.add_argument("--before", type=Path)
     args, argv = parser.parse_known_args(argv)
     os.environ["TORCHDYNAMO_DISABLE"] = "1"  # no compiler of torch's, nor Triton's below
     if args.on == "gpu":
@@ -42,8 +40,6 @@ def main(argv: list[str]) -> int:
     if args.on == "gpu":
         stand_ins.replace_nccl()
         stand_ins.follow_phases(device.WAITS, units)
-    if args.before:
-        exec(compile(args.before.read_text(), args.before, "exec"), {})
     code = train_grpo.main(argv)
     if args.on == "gpu" and code == 0:
         (out,) = (text.removeprefix("output_dir=") for text in argv if text.startswith("output_dir="))

@@ -162,9 +162,3 @@ def test_a_run_and_its_checkpoints_say_what_made_them(shared):
         folder = shared.out / f"checkpoints/step_{step:06d}"
         assert json.loads((folder / "versions.json").read_text()) == now
         assert "versions.json" in json.loads((folder / "manifest.json").read_text())
-
-
-def test_the_tests_of_a_gpu_are_those_of_the_document():
-    files = [file for file in (REPO / "tests").rglob("test_*.py") if "mark.gpu" in file.read_text()]
-    marked = {file.stem for file in files} - {"test_doctor"}
-    assert len(marked) >= 6 and all(f"`{name}`" in (REPO / "docs/machines.md").read_text() for name in marked)

@@ -83,17 +83,6 @@ def layers(world):
     return theirs, ours
 
 
-def test_the_layer_is_that_of_transformers(layers):
-    theirs, ours = layers
-    lengths = [70, 1, 130]
-    hidden = torch.randn(201, 1, 64, device=bridge.device()).requires_grad_()
-    wanted = torch.cat([theirs(one.transpose(0, 1))[0] for one in hidden.split(lengths)])[:, None]
-    out, grad, *grads = with_gradients(wanted, [hidden, *theirs.parameters()])
-    grads = ours_of(dict(zip(dict(theirs.named_parameters()), grads, strict=True)))
-    found = with_gradients(ours(hidden, packing(lengths))[0], [hidden, *map(ours.get_parameter, grads)])
-    assert max(map(relative, found, [out, grad, *grads.values()])) < 1e-5
-
-
 def test_answers_that_share_a_prompt_give_what_they_give_apart(layers):
     """Three answers of 5, 64 and 1 tokens to 70: the last 70 of 140 positions are theirs."""
     ours = layers[1]

@@ -113,24 +113,20 @@ def write_run(folder: Path, metrics=METRICS, samples=SAMPLES, weights=WEIGHTS) -
 
 def test_runs_that_differ_in_times_alone_are_equal(tmp_path, capsys):
     other = [METRICS[0] | {"time/step": 9.0, "mem/peak_gb": None, "idle/save": 0.5}, METRICS[1]]
-    a, b = write_run(tmp_path / "a"), write_run(tmp_path / "b", other)
-    (tmp_path / "b/hf/step_000001").mkdir()
-    save_file(WEIGHTS, tmp_path / "b/hf/step_000001/model-00000.safetensors")  # it exported once more
-    assert compare_runs.main(a, b) == 0
-    printed = capsys.readouterr().out
-    assert printed.count(": equal, ") == 3 and "only B exported hf/step_000001\n" in printed
+    assert compare_runs.main(write_run(tmp_path / "a"), write_run(tmp_path / "b", other)) == 0
+    assert capsys.readouterr().out.count(": equal, ") == 3
 
 
 @pytest.mark.parametrize(
     ("change", "wanted"),
     [
         ({"metrics": [METRICS[0], METRICS[1] | {"reward/mean": 0.30000000000000004}]},
-         "first difference: line 2, step 2, reward/mean: A 0.3, B 0.30000000000000004\n"),
+         "first difference: line 2, step 2: reward/mean: A 0.3, B 0.30000000000000004\n"),
         ({"samples": [SAMPLES[0] | {"response_ids": [3, 7, 0]}]},
-         "rollouts/step_000001.jsonl line 1, response_ids: item 1: A 4, B 7\n"),
+         "rollouts/step_000001.jsonl line 1: response_ids: item 1: A 4, B 7\n"),
         ({"weights": WEIGHTS | {"norm": torch.tensor([0.0, -0.0, 0.0])}},
-         "hf/step_000002, norm: element 1 of 3: A 0.0, B -0.0\n"),
-        ({"weights": {"norm": WEIGHTS["norm"]}}, "only in A: 1 values, the first is hf/step_000002, embed\n"),
+         "hf/step_000002: norm: element 1 of 3: A 0.0, B -0.0\n"),
+        ({"weights": {"norm": WEIGHTS["norm"]}}, "hf/step_000002: embed: only in A\n"),
     ],
 )  # fmt: skip
 def test_a_planted_difference_is_found_and_named(tmp_path, capsys, change, wanted):
