@@ -73,16 +73,6 @@ def test_what_ends_a_conversation(converse):
     assert once.trace.turns == [3] and once.finished and once.trace.columns["state"] == {"seen": "00"}
 
 
-def test_conversations_do_not_depend_on_each_other(converse):
-    """Nor on which engine holds them: each alone is as it is beside the others."""
-    rows = [{"prompt": f"{digit}>"} for digit in range(4)]
-    body = 'return "+" * int(text[-1])'
-    together = converse(body, 24, rows, n=3)
-    for p in (0, 3):
-        alone = converse(body, 24, rows[: p + 1], n=3)
-        assert alone[p] == together[p]
-
-
 PATIENT = """
 import os, random, time
 

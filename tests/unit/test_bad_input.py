@@ -31,13 +31,12 @@ def dry_run(tiny, capfd, offline):
     return run
 
 
-WEIGHTS = ("{a.jsonl: 0}", "{a.jsonl: much}", "{a.jsonl: .nan}", "{a.jsonl: true}", "[{a.jsonl: 1}]")  # and none is
+WEIGHTS = ("{a.jsonl: 0}", "{a.jsonl: much}", "[{a.jsonl: 1}]")
 ROOM = "train.max_tokens_per_micro_batch=8192; train.logprob_max_tokens_per_micro_batch=8192"
 TAUGHT = "algo.teacher=self; data.hint_key=answer"
 # Options as a user would write them → what the refusal says.
 MEGATRON = {
     "lr=1": "use train.lr",
-    "fp16=true": "may not be set: use model.dtype",
     "loss_scale=0; model.dtype=fp16": "megatron.loss_scale=0: must be greater than 0",
     "loss_scale=8": "only fp16 needs a loss scale; leave it out, or use model.dtype=fp16",
     "moe_token_dispatcher_type=flex": "see docs/options.md; the fields that may be set are adam_eps, ",
@@ -45,9 +44,7 @@ MEGATRON = {
     "optimizer_cpu_offload=true": "use model.dtype=bf16",
     "recompute_modules=[layernorm]; megatron.recompute_granularity=selective": "must be 'core_attn', 'mlp', 'moe' or",
     "optimizer_offload_fraction=0; megatron.optimizer_cpu_offload=true": "must be greater than 0",
-    "adam_eps=-1": "must be greater than or equal to 0",
     "recompute_method=uniform": "no effect without megatron.recompute_granularity='full'",
-    "bucket_size='4'": "must be a valid integer",
     "overlap_grad_reduce=1": "must be a valid boolean",
     "moe_aux_loss_coeff=0.01": "is a Qwen2ForCausalLM, which has no experts",
 }
@@ -55,7 +52,6 @@ VLLM = {
     "max_num_seqs='8'": "max_num_seqs='8': must be a valid integer",
     "cpu_offload_gb=.nan": "must be a finite number",
     "attention_backend=flash_atn": "attention_backend='flash_atn': no such value; the nearest is FLASH_ATTN",
-    "attention_backend=x": "attention_backend='x': no such value; it must be one of FLASH_ATTN, ",
     "compilation_config=fast": "compilation_config='fast': must be an object",
     "scheduling_policy=lifo": "must be 'fcfs' or 'priority'",
     "data_parallel_size=2": "may not be set: it is settled by the trainer, in whose ranks vLLM runs",
@@ -68,7 +64,7 @@ VLLM = {
         ("resume=no", ["resume=False: must be none, auto, or the folder of a checkpoint"]),
         ("reward.functions.x.type=math", ["functions.x={'type': 'math'}: must be file.py:function, or the name"]),
         ("parallel.tp=two", ["parallel.tp", "two"]),
-        *((f"model.dtype={name}", [f"{name!r}: must be 'bf16', 'fp16' or 'fp32'"]) for name in ("float16", "half")),
+        ("model.dtype=float16", ["'float16': must be 'bf16', 'fp16' or 'fp32'"]),
         ("actor.megatron.override_transformer_config.fp16=true", ["here model.dtype"]),
         ("train", ["section.key=value"]),
         ("parallel.tp=3", ["parallel.tp · pp · cp = 3 does", "world size 4", "--world-size"]),
@@ -78,7 +74,6 @@ VLLM = {
         ("rollout.group_size=1", ["rollout.group_size=1", "greater than or equal to 2"]),
         ("rollout.top_p=0.9; algo.teacher=m", ["rollout.top_p=0.9, rollout.top_k=-1: the policy's", "algo.teacher=m"]),
         ("rollout.stop=['</answer>', '']", ["rollout.stop='': String should have at least 1 character"]),
-        ("rollout.stop_token_ids=[</s>]", ["rollout.stop_token_ids='</s>': must be a valid integer"]),
         ("rollout.stop_token_ids=[-1]", ["rollout.stop_token_ids=-1: must be greater than or equal to 0"]),
         ("rollout.stop_token_ids=[15, 16]", ["stop_token_ids=[15, 16]: model.path=", "has only the tokens 0 to 15"]),
         ("rollout.max_turns=3", ["rollout.max_turns=3", "has no effect without"]),

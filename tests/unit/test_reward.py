@@ -458,7 +458,7 @@ def test_a_file_is_an_ordinary_module_of_its_folder(tmp_path):
 PLACES = {  # of a function → what is said
     "no.py:f": "reward.functions.m='no.py:f': give path/to/file.py:function, a file",
     "own.py:NoFunction": "has no __call__",
-    "own.py:Novelty": "reward.options.m: missing a required argument: 'bonus'; legal",
+    "own.py:Novelty": "reward.options.m: missing a required argument: 'bonus'; its",
     "own.py:verl": "so 'data_source' would get the text. Wrap verl's",
     "own.py:exchanged": "so 'text' would get the answer",
 }
