@@ -24,7 +24,7 @@ from grpo.parts.model.optimizer_state import optimizer_steps, restore, sharded_s
 TRAIN = TrainConfig(lr=1e-3)
 
 
-def made_up_update(model: list, optimizer, number: int) -> None:
+def made_up_update(model, optimizer, number):
     """A step whose gradient depends on the weights alone, whatever the layout."""
     for chunk in model:
         chunk.zero_grad_buffer()
@@ -33,7 +33,7 @@ def made_up_update(model: list, optimizer, number: int) -> None:
     bridge.optimizer_step(optimizer, TRAIN.lr, offloaded=False)
 
 
-def whole_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
+def whole_tensors(checkpoint) -> dict[str, torch.Tensor]:
     """Every tensor of a checkpoint, put together from its boxes without the code under test."""
     found = {}
     for path in checkpoint.glob("rank_*.safetensors"):
@@ -48,7 +48,7 @@ def whole_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-def main() -> None:
+def main():
     path, dtype, out, layouts = sys.argv[1], bridge.DTYPES[sys.argv[2]], Path(sys.argv[3]), json.loads(sys.argv[4])
     adapters = LoraConfig(rank=int(sys.argv[5]))
     ranks.join_ranks(timeout_s=600)

@@ -33,7 +33,7 @@ def main(a, b):
     return code
 
 
-def read(run: Path) -> dict[str, dict]:
+def read(run) -> dict[str, dict]:
     """{kind: {place: values by name}} of a run."""
     metrics = lasting(read_rows(run / "metrics.jsonl"))
     samples = {}
@@ -49,7 +49,7 @@ def read(run: Path) -> dict[str, dict]:
     }
 
 
-def first_difference(a, b) -> str:
+def first_difference(a, b):
     """Where two values of JSON, or two tensors, differ first, and how; empty if all bits are equal."""
     if isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
         a, b = ({f"item {number}": item for number, item in enumerate(values)} for values in (a, b))

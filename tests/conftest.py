@@ -6,9 +6,7 @@ import hashlib
 import json
 import os
 import subprocess
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
 import datasets
@@ -22,7 +20,6 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 import megatron_bridge as bridge
-from config import Config
 from grpo.parts.base import ranks
 from grpo.parts.base.read_config import KEYS, SECTIONS, load_config
 from grpo.parts.engine.vllm_process import engine_options
@@ -36,25 +33,25 @@ from tests.processes import REPO, Torchrun
 pytest_plugins = ["tests.forks", "tests.step.one_rank"]  # fixtures: fork, build
 
 
-def pytest_addoption(parser) -> None:
+def pytest_addoption(parser):
     parser.addoption("--museum-page", action="store_true", help="write docs/dev/museum.md after all of tests/museum")
     parser.addoption("--kills", type=int, default=5, help="runs that tests/faults/test_kills.py kills")
     parser.addoption("--all-starts", action="store_true", help="all healthy runs of tests/faults, not some")
 
 
-def pytest_generate_tests(metafunc) -> None:
+def pytest_generate_tests(metafunc):
     """The healthy runs of tests/faults: all with --all-starts, else one in EVERY of the module."""
     if "start" in metafunc.fixturenames and hasattr(metafunc.module, "STARTS"):
         every = 1 if metafunc.config.getoption("--all-starts") else metafunc.module.EVERY
         metafunc.parametrize("start", list(metafunc.module.STARTS)[::every])
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish():
     """Put the bug that MUTANT names in after the tests have imported what they test."""
     museum.put_in(os.environ)
 
 
-def pytest_runtest_setup(item) -> None:
+def pytest_runtest_setup(item):
     """Skip a test marked `gpu` where `pytest -m gpu` sees too few GPUs for its `ranks`; with only=True, in any call."""
     mark = item.get_closest_marker("gpu")
     asked = "gpu" in item.config.option.markexpr.replace("not gpu", "")
@@ -65,7 +62,7 @@ def pytest_runtest_setup(item) -> None:
         pytest.skip(f"needs {needed} GPUs, {there} are visible" if needed > 1 else "needs a GPU, none is visible")
 
 
-def differs_from_upstream(*files: str) -> bool:
+def differs_from_upstream(*files):
     """Whether files differ from those of upstream, so that this is a fork.
 
     Upstream is what git finds under the name `upstream` (a tag or a branch) or `upstream/main` (of a remote); where
@@ -80,7 +77,7 @@ def differs_from_upstream(*files: str) -> bool:
 
 
 @pytest.fixture(scope="session")
-def tiny(tmp_path_factory) -> Path:
+def tiny(tmp_path_factory):
     """A folder with an untrained tied Qwen2 (2 layers) and the reversal task."""
     folder = tmp_path_factory.mktemp("tiny")
     tiny_model(folder / "model")
@@ -105,23 +102,23 @@ def tokenizer(tiny):
     return transformers.AutoTokenizer.from_pretrained(tiny / "model")
 
 
-def tiny_config(*overrides: str) -> Config:
+def tiny_config(*overrides):
     """configs/tiny.yaml with these overrides."""
     return load_config(str(REPO / "configs/tiny.yaml"), list(overrides))
 
 
-def tiny_model(folder: Path, arch: str = "qwen2", **options) -> Path:
+def tiny_model(folder, arch="qwen2", **options):
     """A folder with an untrained model of a family, of 2 layers and a tokenizer of digits."""
     make_tiny.save_model(folder, make_tiny.char_tokenizer("0123456789>+-="), arch, **{"hidden": 64, **options})
     return folder
 
 
-def wrap(monkeypatch, module, name: str, around: Callable) -> None:
+def wrap(monkeypatch, module, name, around):
     """Until the test ends, calls of a function are around(the function, *arguments)."""
     monkeypatch.setattr(module, name, partial(around, getattr(module, name)))
 
 
-def write_rows(path: Path, rows: list[dict]) -> None:
+def write_rows(path, rows: list[dict]):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -132,27 +129,27 @@ class Outputs:
     def metrics(self) -> list[dict]:
         return read_rows(self.out / "metrics.jsonl")
 
-    def rollouts(self, step: int, kind: str = "step") -> list[dict]:
+    def rollouts(self, step, kind="step") -> list[dict]:
         """The samples of a step, or with kind="eval" of the evaluation after it."""
         return read_rows(self.out / f"rollouts/{kind}_{step:06d}.jsonl")
 
-    def weights(self, step: int) -> dict[str, torch.Tensor]:
+    def weights(self, step) -> dict[str, torch.Tensor]:
         """What was exported after the step."""
         return load_file(self.out / f"hf/step_{step:06d}/model-00000.safetensors")
 
-    def result(self, step: int) -> dict:
+    def result(self, step):
         """What no fault may change of a run of so many steps: the last export, all samples, the metrics."""
         files = [self.out / f"hf/step_{step:06d}/model-00000.safetensors", *sorted(self.out.glob("rollouts/*.jsonl"))]
         return {path.name: path.read_bytes() for path in files} | {"metrics": lasting(self.metrics)}
 
 
-def command_line(tiny: Path, out: Path, overrides: tuple[str, ...], config: str) -> list[str]:
+def command_line(tiny, out, overrides: tuple[str, ...], config) -> list[str]:
     """The arguments of train_grpo.py for the tiny model."""
     inputs = [f"output_dir={out}", f"model.path={tiny / 'model'}", f"data.train={tiny / 'train.jsonl'}"]
     return ["--config", f"configs/{config}.yaml", *inputs, *overrides]
 
 
-def next_printed(out: Path) -> Path:
+def next_printed(out):
     """A new file beside the output folder, for what a run prints."""
     return out.parent / f"printed_{len(list(out.parent.glob('printed_*')))}.txt"
 
@@ -160,7 +157,7 @@ def next_printed(out: Path) -> Path:
 class Training(Outputs, Torchrun):
     """A torchrun of train_grpo.py on configs/tiny.yaml with the tiny model, and its output folder."""
 
-    def __init__(self, tiny: Path, out: Path, *overrides: str, script="train_grpo.py", config="tiny", **settings):
+    def __init__(self, tiny, out, *overrides, script="train_grpo.py", config="tiny", **settings):
         self.out, self.overrides = out, overrides
         super().__init__(next_printed(out), script, *command_line(tiny, out, overrides, config), **settings)
 
@@ -172,8 +169,8 @@ class ForkedTraining(Outputs):
     """
 
     def __init__(
-        self, server: ForkServer, tiny: Path, out: Path, *overrides: str, script="train_grpo.py", config="tiny",
-        code: int | None = None, **settings,
+        self, server, tiny, out, *overrides, script="train_grpo.py", config="tiny",
+        code=None, **settings,
     ):  # fmt: skip
         self.out, self.overrides = out, overrides
         printed = next_printed(out)
@@ -186,7 +183,7 @@ class ForkedTraining(Outputs):
 def start(tiny, tmp_path, request):
     """start(nproc, "section.key=value", ..., script=..., out=...) → the Training; what is left is killed afterwards."""
 
-    def run(nproc: int, *overrides: str, out: Path = tmp_path / "out", **settings) -> Training:
+    def run(nproc, *overrides, out=tmp_path / "out", **settings):
         training = Training(tiny, out, *overrides, nproc=nproc, **settings)
         request.addfinalizer(training.kill)
         return training
@@ -213,7 +210,7 @@ def start_fork_server_early(request):
 def train_forked(fork_server, tiny, tmp_path):
     """train_forked(nproc, ..., code=0) → ForkedTraining: in seconds, for what does not depend on torchrun."""
 
-    def run(nproc: int, *overrides: str, out: Path = tmp_path / "out", **settings) -> ForkedTraining:
+    def run(nproc, *overrides, out=tmp_path / "out", **settings) -> ForkedTraining:
         return ForkedTraining(fork_server, tiny, out, *overrides, nproc=nproc, **settings)
 
     return run
@@ -239,7 +236,7 @@ def world(monkeypatch):
     gc.collect()  # threads of a group that is still referred to wake a hundred times a second
 
 
-def build_model(cfg: Config) -> list:
+def build_model(cfg):
     """The chunks of a configuration's model, in a `world`; ends the layout of an earlier one."""
     bridge.mpu.destroy_model_parallel()
     bridge.init_model_parallel(cfg.parallel, cfg.seed)
@@ -288,7 +285,7 @@ def shared(fork_server, tiny, tmp_path_factory) -> ForkedTraining:
     )  # fmt: skip
 
 
-def check_complete(out: Path) -> None:
+def check_complete(out):
     """Checkpoints and exports under their final names have what their manifest or index says."""
     for folder in out.glob("checkpoints/step_??????"):
         for name, (size, sha) in json.loads((folder / "manifest.json").read_text()).items():
@@ -302,7 +299,7 @@ def check_complete(out: Path) -> None:
                 assert set(file.keys()) == {key for key, holder in files.items() if holder == name}, folder / name
 
 
-def check_state(server, folder: Path, dtype: str, layouts: dict[str, dict], nproc: int, adapters: int = 0) -> None:
+def check_state(server, folder, dtype, layouts: dict[str, dict], nproc, adapters=0):
     """tests/checkpoint_worker.py with the model in the folder finds the same state on all layouts."""
     printed = folder / "printed.txt"
     arguments = (str(folder / "model"), dtype, str(folder / "out"), json.dumps(layouts), str(adapters))
@@ -312,7 +309,7 @@ def check_state(server, folder: Path, dtype: str, layouts: dict[str, dict], npro
     assert code == 0 and found == [f"{x}: same" for x in layouts], text
 
 
-def ranges(path: Path) -> list[str]:
+def ranges(path) -> list[str]:
     """The names of the ranges of steps and phases in a trace, in order; one comes before those that it contains."""
     events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
     found = [

@@ -19,7 +19,6 @@ import subprocess
 import sys
 import threading
 import traceback
-from pathlib import Path
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -33,7 +32,7 @@ SETTINGS = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 # ---------------------------------------------------------------- in the tests
 
 
-def free_port() -> int:
+def free_port():
     with socket.create_server(("127.0.0.1", 0)) as server:
         return server.getsockname()[1]
 
@@ -41,19 +40,17 @@ def free_port() -> int:
 class ForkServer:
     """The process that forks, for the script in `sources`: this folder, or a copy of it with changes."""
 
-    def __init__(self, sources: Path = processes.REPO):
+    def __init__(self, sources=processes.REPO):
         self.process: subprocess.Popen | None = None
         self.settings = {**SETTINGS, "PYTHONPATH": f"{sources}{os.pathsep}{processes.REPO}"}
 
-    def start(self) -> None:
+    def start(self):
         """Start the process, which imports meanwhile; a run does so where it is not running."""
         env = {**os.environ, **self.settings, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}  # CUDA, once asked, bears no fork
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self.process = subprocess.Popen([sys.executable, "-u", __file__], cwd=processes.REPO, env=env, **pipes)
 
-    def run(
-        self, printed: Path, script: str | Path, *arguments: str, nproc: int, seconds: float = 600, **env: str
-    ) -> int:
+    def run(self, printed, script, *arguments, nproc, seconds=600, **env):
         """Run `script` on `nproc` ranks with what torchrun tells them, and `env`; returns 0, or 1 if a rank failed.
 
         The ranks print into `printed`. Raises AssertionError if they take longer than these seconds.
@@ -79,7 +76,7 @@ class ForkServer:
         assert answer, f"the ranks, or the process that forks them, did not end well:\n{printed.read_text()}"
         return int(answer)
 
-    def close(self) -> None:
+    def close(self):
         """End the process, and with it all ranks."""
         if self.process is not None:
             self.process.kill()
@@ -90,7 +87,7 @@ class ForkServer:
 # ---------------------------------------------------------------- the process
 
 
-def serve() -> None:
+def serve():
     """Import what the ranks need, in the order in which a rank does, and run the jobs."""
     processes.die_with_parent()
     import tests.checkpoint_worker
@@ -104,7 +101,7 @@ def serve() -> None:
         print(run_job(**json.loads(line)), flush=True)
 
 
-def run_job(printed: str, command: list[str], ranks: list[dict[str, str]], port: int) -> int:
+def run_job(printed, command: list[str], ranks: list[dict[str, str]], port):
     """Run the script on all ranks; returns 0, or 1 if a rank failed, which ends the others."""
     with open(printed, "w") as output:
         running = {start_rank(command, env, output.fileno()) for env in ranks}
@@ -123,7 +120,7 @@ def run_job(printed: str, command: list[str], ranks: list[dict[str, str]], port:
     return code
 
 
-def share_device() -> None:
+def share_device():
     """Give the groups of gloo one device: each has a thread that wakes a hundred times a second, and 64 ranks 1,900."""
     gloo = distributed_c10d.ProcessGroupGloo
     device = gloo.create_default_device()
@@ -137,7 +134,7 @@ def share_device() -> None:
     distributed_c10d.ProcessGroupGloo = OneDevice
 
 
-def start_rank(command: list[str], env: dict[str, str], output: int) -> int:
+def start_rank(command: list[str], env: dict[str, str], output):
     """Fork a process that runs the script as its main program; returns its id."""
     pid = os.fork()
     if pid:

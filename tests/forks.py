@@ -6,8 +6,6 @@ import re
 import shutil
 import subprocess
 import sys
-import types
-from pathlib import Path
 
 import pytest
 
@@ -18,17 +16,17 @@ PATCHES = {path.stem: path for path in sorted((REPO / "recipes").glob("*.patch")
 EXERCISES = {path.stem: path for path in sorted((REPO / "docs/exercises").glob("*.patch"))}
 
 
-def new_files(diff: str) -> list[str]:
+def new_files(diff) -> list[str]:
     """Files that a diff makes."""
     return re.findall(r"^--- /dev/null\n\+\+\+ b/(.+)$", diff, flags=re.MULTILINE)
 
 
-def changed_files(diff: str) -> list[str]:
+def changed_files(diff) -> list[str]:
     """Files that a diff changes, in its order."""
     return re.findall(r"^--- a/(.+)$", diff, flags=re.MULTILINE)
 
 
-def apply(name: str, folder: Path) -> None:
+def apply(name, folder):
     """Apply a patch to a copy of the sources in the new `folder`; skips the test in a fork that does not take it."""
     for part in ("grpo", "tools", "examples"):
         shutil.copytree(REPO / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
@@ -46,18 +44,18 @@ def apply(name: str, folder: Path) -> None:
     )
 
 
-def server_of(name: str, folder: Path) -> contextlib.closing[ForkServer]:
+def server_of(name, folder) -> contextlib.closing[ForkServer]:
     """The fork server of a copy of the sources with that patch, in the new `folder`."""
     apply(name, folder)
     return contextlib.closing(ForkServer(folder))
 
 
-def train_fork(server: ForkServer, sources: Path, tiny: Path, out: Path, *overrides: str, nproc=2) -> ForkedTraining:
+def train_fork(server, sources, tiny, out, *overrides, nproc=2) -> ForkedTraining:
     """A run of the script in the server's sources, which ends well."""
     return ForkedTraining(server, tiny, out, *overrides, nproc=nproc, script=sources / "train_grpo.py", code=0)
 
 
-def load(name: str, file: Path, monkeypatch) -> types.ModuleType:
+def load(name, file, monkeypatch):
     """A file as the module `name`, until the test ends."""
     spec = importlib.util.spec_from_file_location(name, file)
     module = importlib.util.module_from_spec(spec)
@@ -70,7 +68,7 @@ def load(name: str, file: Path, monkeypatch) -> types.ModuleType:
 def fork(tmp_path, monkeypatch):
     """fork(name) → the script with that patch, as a module; of the other files, those that the patch makes."""
 
-    def forked(name: str) -> types.ModuleType:
+    def forked(name):
         folder = tmp_path / "fork"
         apply(name, folder)
         for file in new_files((PATCHES | EXERCISES)[name].read_text()):

@@ -2,12 +2,11 @@
 
 import json
 import re
-from pathlib import Path
 
 from benchmarks import works
 
 
-def qwen3_5(hidden, layers, heads, kv_heads, value_heads, tied, **feed_forward) -> dict:
+def qwen3_5(hidden, layers, heads, kv_heads, value_heads, tied, **feed_forward):
     """Of a model that sees images: the config of its language model, which alone is trained, is within."""
     kind = "qwen3_5_moe" if "num_experts" in feed_forward else "qwen3_5"
     rope = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25, "mrope_section": [11, 11, 10]}
@@ -40,7 +39,7 @@ SHAPES = {  # name on the hub → its config.json
 }  # fmt: skip
 
 
-def model_folder(name: str, parent: Path) -> Path:
+def model_folder(name, parent):
     """A folder with the config.json of a model of the hub, and nothing else."""
     folder = parent / name.replace("/", "--")
     folder.mkdir(parents=True, exist_ok=True)
@@ -48,7 +47,7 @@ def model_folder(name: str, parent: Path) -> Path:
     return folder
 
 
-def world_size(path: Path) -> int:
+def world_size(path):
     """Ranks that the command in a configuration's first lines starts."""
     nodes, local = (re.search(rf"--{name}[=](\d+)", path.read_text()) for name in ("nnodes", "nproc_per_node"))
     return (int(nodes[1]) if nodes else 1) * int(local[1])

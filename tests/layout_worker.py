@@ -44,7 +44,7 @@ KINDS = ("weights", "gradients", "optimizer", "reference")  # of what a rank hol
 EXACT = ("train.clip_grad=0", f"megatron.adam_eps={EPS:.0f}", "algo.loss_norm_length=32")
 
 
-def made_up_factor(name: str, shape: tuple[int, int]) -> torch.Tensor:
+def made_up_factor(name, shape: tuple[int, int]):
     """In place of lora.initial_factor, which lets B be 0; [out, rank] or [rank, in]."""
     return 0.1 * torch.randn(shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
 
@@ -53,7 +53,7 @@ def on_host(weights: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tens
     return {name: weight.cpu() for name, weight in weights}
 
 
-def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]):
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
@@ -62,7 +62,7 @@ def storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
     return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
 
 
-def held_bytes(model: list, optimizer) -> list[int]:
+def held_bytes(model, optimizer) -> list[int]:
     """Bytes of each of KINDS on this rank, the reference a copy of the weights, read off the tensors themselves.
 
     Not the optimizer's scalars, its numbers of steps, nor what stands for the host's with optimizer_cpu_offload.
@@ -83,13 +83,13 @@ def held_bytes(model: list, optimizer) -> list[int]:
     return [sum(table.values()) for table in (weights, gradients, own, reference)]
 
 
-def sum_over_tp(x: torch.Tensor) -> torch.Tensor:
+def sum_over_tp(x):
     """In place of vLLM's sum over the ranks of an engine: here is none."""
     dist.all_reduce(x, group=bridge.mpu.get_tensor_model_parallel_group())
     return x
 
 
-def one_layout(plan: dict, name: str) -> dict[str, torch.Tensor]:
+def one_layout(plan, name) -> dict[str, torch.Tensor]:
     """What the layout gives, on every rank."""
     cfg = load_config("configs/tiny.yaml", [*plan["overrides"], *plan["layouts"][name], *EXACT])
     cfg = cfg.model_copy(update={"train": cfg.train.model_copy(update={"lr": EPS * STEP})})  # above what is legal
@@ -161,7 +161,7 @@ def one_layout(plan: dict, name: str) -> dict[str, torch.Tensor]:
     }  # fmt: skip
 
 
-def main() -> None:
+def main():
     for plan in json.loads(Path(sys.argv[1]).read_text()):
         for name in plan["layouts"]:
             ranks.join_ranks(timeout_s=600)

@@ -8,7 +8,6 @@ import sys
 import time
 import uuid
 from collections.abc import Callable
-from pathlib import Path
 
 import psutil
 
@@ -17,7 +16,7 @@ from grpo.parts.base.processes import REPO
 TAG = "TORCHRUN_TAG"  # environment variable of all processes that a torchrun starts
 
 
-def wait_until(condition: Callable[[], object], seconds: float = 20) -> None:
+def wait_until(condition: Callable[[], object], seconds=20):
     """Raises AssertionError where the condition does not hold in time."""
     deadline = time.monotonic() + seconds
     while not condition():
@@ -29,8 +28,8 @@ class Torchrun:
     """A running torchrun of `script` with `arguments` in a new session. Its output goes to the file `printed`."""
 
     def __init__(
-        self, printed: Path, script: str | Path, *arguments: str, nproc: int = 2,
-        options: tuple[str, ...] = ("--standalone", "--local-addr=localhost"), **env: str,
+        self, printed, script, *arguments, nproc=2,
+        options: tuple[str, ...] = ("--standalone", "--local-addr=localhost"), **env,
     ):  # fmt: skip
         self.printed = printed
         self.tag = uuid.uuid4().hex
@@ -42,16 +41,16 @@ class Torchrun:
             self.process = subprocess.Popen([*command, str(script), *arguments], cwd=REPO, env=env, **output)
 
     @property
-    def text(self) -> str:
+    def text(self):
         """The output so far."""
         return self.printed.read_text(errors="replace")
 
     @property
-    def own_text(self) -> str:
+    def own_text(self):
         """The output so far, without torchrun's error report at the end."""
         return re.split(r"\n[WE]\d{4} .*\btorch/distributed/", self.text)[0]
 
-    def wait_for(self, what: str) -> None:
+    def wait_for(self, what):
         """Wait until the pattern `what` is in the output. Raises AssertionError."""
         deadline = time.monotonic() + 240
         while True:
@@ -80,13 +79,13 @@ class Torchrun:
                     found[int(process.environ()["RANK"])] = process.pid
         return found
 
-    def end(self, seconds: float = 600) -> int:
+    def end(self, seconds=600):
         """Wait for the exit and return its code. Raises AssertionError if a process is left 10 s later."""
         code = self.process.wait(seconds)
         wait_until(lambda: not self.family(), seconds=10)
         return code
 
-    def kill(self) -> None:
+    def kill(self):
         """Send SIGKILL to all processes that are left."""
         for process in self.family():
             with contextlib.suppress(psutil.NoSuchProcess):

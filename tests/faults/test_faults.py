@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.conftest import REPO, ForkedTraining, Training
+from tests.conftest import REPO, ForkedTraining
 from tests.processes import wait_until
 
 STEPS = 12
@@ -23,12 +23,12 @@ JOB = (
 )  # fmt: skip
 
 
-def wait_for_step(job: Training, step: int) -> None:
+def wait_for_step(job, step):
     job.wait_for(rf"\] +{step}/{STEPS} ")
 
 
 @pytest.fixture(scope="module")
-def undisturbed(fork_server, tiny, tmp_path_factory) -> dict:
+def undisturbed(fork_server, tiny, tmp_path_factory):
     out = tmp_path_factory.mktemp("undisturbed") / "out"
     return ForkedTraining(fork_server, tiny, out, *JOB, nproc=2, code=0).result(STEPS)
 
@@ -37,7 +37,7 @@ def undisturbed(fork_server, tiny, tmp_path_factory) -> dict:
 def check_the_end(train_forked, undisturbed):
     """check_the_end("3") lets the job go on after step 3 to its end, which is that of the undisturbed one."""
 
-    def check(step: str = "") -> None:
+    def check(step=""):
         run = train_forked(2, *JOB)
         assert run.code == 0 and f"resume:  after step {step}" in run.text, run.text
         assert torch.cuda.is_available() or run.result(STEPS) == undisturbed
@@ -143,7 +143,7 @@ sys.exit(train_grpo.main(sys.argv[1:]))
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("seed", "told"),
+    "seed, told",
     [(0, "rank 17, in the phase start: out of GPU memory"), (1, r"rank \d+, in the phase start: another rank is gone")],
 )
 def test_a_failure_on_one_of_32_ranks_is_told_once(train_forked, tmp_path, seed, told):

@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from tests.conftest import Outputs, check_complete
+from tests.conftest import check_complete
 
 STEPS = 8
 JOB = (
@@ -20,7 +20,7 @@ JOB = (
 )  # fmt: skip
 
 
-def result_of(job: Outputs) -> dict:
+def result_of(job):
     """All that must not depend on kills."""
     files = [*job.out.glob("hf/step_*/*.safetensors"), *job.out.glob(f"checkpoints/step_{STEPS:06d}/*.safetensors")]
     return job.result(STEPS) | {str(path.relative_to(job.out)): path.read_bytes() for path in files}

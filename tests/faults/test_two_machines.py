@@ -7,7 +7,7 @@ import time
 import psutil
 import pytest
 
-from tests.conftest import ForkedTraining, Training, check_complete
+from tests.conftest import ForkedTraining, check_complete
 from tests.fork_server import free_port
 
 pytestmark = pytest.mark.slow
@@ -25,7 +25,7 @@ def machine(start):
     """machine(0 or 1) → the torchrun of two ranks there; the rendezvous is on machine 0."""
     port = free_port()
 
-    def run(number: int) -> Training:
+    def run(number):
         options = (
             "--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=two",
             f"--rdzv-conf=is_host={int(number == 0)}", f"--local-addr=127.0.0.{1 + number}", "--max-restarts=3",
@@ -41,7 +41,7 @@ def machine(start):
 def check_the_end(fork_server, tiny, tmp_path):
     """check_the_end(both) → what machine 0 printed; the result is that of four ranks on one machine, bit for bit."""
 
-    def check(*both: Training) -> str:
+    def check(*both):
         assert [run.end() for run in both] == [0, 0], both[0].text + both[1].text
         single = ForkedTraining(fork_server, tiny, tmp_path / "single", *JOB, nproc=4, code=0)
         for run in (single, both[0]):

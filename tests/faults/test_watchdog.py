@@ -25,7 +25,7 @@ GROUP = START + "ranks.join_ranks(timeout_s=600)\n"
 WATCHED = GROUP + "watchdog = Watchdog(timeout_s=3)\n"
 
 
-def wait_for_notes(run: Torchrun, name: str, restart: int = 0) -> None:
+def wait_for_notes(run, name, restart=0):
     for rank in range(2):
         run.wait_for(rf"\b{name}\.{rank}\.{restart}\n")
 
@@ -34,7 +34,7 @@ def wait_for_notes(run: Torchrun, name: str, restart: int = 0) -> None:
 def torchrun(tmp_path, request):
     """torchrun(program, ...) → a Torchrun of two ranks; whatever is left is killed afterwards."""
 
-    def one(program: str, **settings) -> Torchrun:
+    def one(program, **settings):
         (tmp_path / "program.py").write_text(program)
         run = Torchrun(tmp_path / "output.txt", tmp_path / "program.py", **settings)
         request.addfinalizer(run.kill)
@@ -66,7 +66,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("phase", "line"), [("reward", "in collect"), ("train", "in recv"), ("rollout", "<lambda>")])
+@pytest.mark.parametrize("phase, line", [("reward", "in collect"), ("train", "in recv"), ("rollout", "<lambda>")])
 def test_a_run_of_two_ranks_one_of_which_hangs(start, tmp_path, phase, line):
     """In a reward, in a collective, and in vLLM without a chance to answer."""
     script = tmp_path / "hang.py"

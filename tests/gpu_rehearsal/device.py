@@ -36,11 +36,11 @@ class Waits:
         self.counts: collections.Counter = collections.Counter()
         self.phase: Callable[[], str] = lambda: "start"
 
-    def note(self, kind: str) -> None:
+    def note(self, kind):
         """The host waits now."""
         self.counts[self.phase(), self.place(), kind] += 1
 
-    def place(self) -> str:
+    def place(self):
         """The innermost frame that is neither torch's nor the rehearsal's."""
         frame = sys._getframe(1)
         while frame.f_back and any(part in frame.f_code.co_filename for part in BETWEEN):
@@ -57,7 +57,7 @@ GENERATOR = torch.Generator()  # the GPU's, from which nothing is drawn: random 
 METADATA = FakeTensorMode(allow_non_fake_inputs=True)
 
 
-def on_gpu(x) -> bool:
+def on_gpu(x):
     return isinstance(x, FakeTensor)
 
 
@@ -81,7 +81,7 @@ def values_of(tree):
     return tree_map(value_of, tree)
 
 
-def give_values(x: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+def give_values(x, values):
     """Give the new tensor `x` on the GPU its values; a tensor of a known storage has them already."""
     storage = x.untyped_storage()
     if VALUES.get(storage) is not None:
@@ -135,7 +135,7 @@ def compute_on_host(op, args, kwargs):
     return result
 
 
-def note_copy(target_on_gpu: bool, host: torch.Tensor, other: torch.Tensor, non_blocking: bool) -> None:
+def note_copy(target_on_gpu, host, other, non_blocking):
     """A copy between GPU and `host` waits unless it is non-blocking and of pinned memory. Where types or layouts differ
     torch copies by way of other memory, which is not pinned."""
     storage = host.untyped_storage()
@@ -209,7 +209,7 @@ def communicate(op, args, kwargs):
     return tree_map(lambda x: tensors.get(key_of(x), x) if isinstance(x, torch.Tensor) else x, results)
 
 
-def key_of(x: torch.Tensor) -> tuple:
+def key_of(x):
     return x.data_ptr(), tuple(x.shape)
 
 
@@ -285,16 +285,16 @@ class Stream:
 
     record = record_event = wait = wait_event = wait_stream = done
 
-    def synchronize(self) -> None:
+    def synchronize(self):
         synchronize()
 
 
-def synchronize(*args) -> None:
+def synchronize(*args):
     WAITS.note("synchronize")
     IN_FLIGHT.clear()
 
 
-def apply_to_module(module: torch.nn.Module, change, recurse: bool = True) -> torch.nn.Module:
+def apply_to_module(module, change, recurse=True):
     """Module._apply of weights, which would exchange FakeTensors as objects and fails where others refer to them."""
     for child in module.children() if recurse else ():
         child._apply(change)
@@ -311,7 +311,7 @@ def apply_to_module(module: torch.nn.Module, change, recurse: bool = True) -> to
     return module
 
 
-def patch_cuda() -> None:
+def patch_cuda():
     """torch.cuda, as it answers on a machine with a GPU for each of its ranks; each rank sees its own as number 0."""
     answers = {
         "is_available": True, "is_initialized": True, "device_count": int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
@@ -335,7 +335,7 @@ def patch_cuda() -> None:
         module.set_rng_state = lambda state, *args, **kwargs: GENERATOR.set_state(state)
 
 
-def patch_tensors() -> None:
+def patch_tensors():
     """What torch computes from tensors without a dispatch."""
     to_list, make_tensor = torch.Tensor.tolist, torch.tensor
     _device._device_constructors()  # it remembers torch's factories by identity, so before one is replaced
@@ -352,7 +352,7 @@ def patch_tensors() -> None:
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device="cuda") dispatches its copy then
 
 
-def install() -> None:
+def install():
     """From here on this process has a GPU. The shim must be loaded."""
     patch_cuda()
     patch_tensors()

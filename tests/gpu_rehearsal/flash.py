@@ -3,7 +3,7 @@
 import torch
 
 
-def attended(cu_q, cu_k, left: int | None, right: int | None, causal: bool) -> torch.Tensor:
+def attended(cu_q, cu_k, left, right, causal):
     """Which key each query attends to, [queries, keys]; the last query of a sequence is at its last key."""
     cu_q, cu_k = cu_q.long(), cu_k.long()
     queries, keys = torch.arange(int(cu_q[-1])), torch.arange(int(cu_k[-1]))
@@ -18,7 +18,7 @@ def attended(cu_q, cu_k, left: int | None, right: int | None, causal: bool) -> t
     return mask
 
 
-def products(query, key, cu_q, cu_k, options: dict, causal: bool):
+def products(query, key, cu_q, cu_k, options, causal):
     """(key in fp32 for every head of a query, scaled products [heads, queries, keys], scale)."""
     heads_per_key = query.shape[1] // key.shape[1]
     scale = options.get("scale") or query.shape[-1] ** -0.5

@@ -20,7 +20,7 @@ from pathlib import Path
 from tests.gpu_rehearsal import shim
 
 
-def main(argv: list[str]) -> int:
+def main(argv: list[str]):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--on", choices=("gpu", "cpu"), default="gpu")
     args, argv = parser.parse_known_args(argv)

@@ -12,14 +12,14 @@ SOURCE = Path(__file__).with_name("shim.cpp")
 FOLDER = Path(__file__).resolve().parents[2] / "build/gpu_rehearsal"
 
 
-def load() -> None:
+def load():
     """Load the shim; torch asks for hooks when it is imported, so this comes first. Raises RuntimeError if late."""
     if "torch" in sys.modules:
         raise RuntimeError("the shim must be loaded before torch is imported")
     ctypes.CDLL(str(build()))
 
 
-def build() -> Path:
+def build():
     """The shim as a library, compiled once for each torch (3 s). Raises CalledProcessError where g++ fails."""
     torch = Path(importlib.util.find_spec("torch").origin).parent
     key = hashlib.sha256(SOURCE.read_bytes() + (torch / "version.py").read_bytes() + str(torch).encode())

@@ -28,7 +28,7 @@ class Engine:
             random = np.random.default_rng(seed)
             yield number, [self.answer(random, len(prompt), max_tokens) for _ in range(n)]
 
-    def answer(self, random: np.random.Generator, prompt: int, max_tokens: int) -> Completion:
+    def answer(self, random, prompt, max_tokens):
         length = int(random.integers(1, max_tokens + 1))
         ids = random.integers(TOKENS.start, TOKENS.stop, length).tolist()
         logps = (-2 - random.random(length)).tolist()
@@ -38,21 +38,21 @@ class Engine:
             routes = scores.argsort(-1)[..., : self.hf.num_experts_per_tok].astype(np.int32)
         return Completion(ids, logps, True, routes)
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], shards) -> None:
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], shards):
         for name, weight in weights:
             if weight.device != bridge.device() or not weight.is_contiguous():
                 raise RuntimeError(f"{name} is pushed from {weight.device}, contiguous: {weight.is_contiguous()}")
         shard_digests(shards)
 
-    def metrics(self) -> dict:
+    def metrics(self):
         return {}
 
-    def sleep(self, *_) -> None: ...
+    def sleep(self, *_): ...
 
     wake = sleep
 
 
-def replace_nccl() -> None:
+def replace_nccl():
     init = dist.init_process_group
 
     def init_process_group(backend=None, **kwargs):
@@ -61,7 +61,7 @@ def replace_nccl() -> None:
     dist.init_process_group = init_process_group
 
 
-def follow_phases(waits, units: collections.Counter) -> None:
+def follow_phases(waits, units: collections.Counter):
     """Give `waits`, device.WAITS, the phase of the run's clock, with "passes" added inside the pipeline schedule, where
     the micro-batches are; count steps, updates and micro-batches into `units`."""
     train, schedule_of = train_grpo.train, bridge.get_forward_backward_func
@@ -71,7 +71,7 @@ def follow_phases(waits, units: collections.Counter) -> None:
         waits.phase = lambda: f"{clock.phase}, passes" if inside else clock.phase
         return train(cfg, inputs, clock)
 
-    def counted(unit: str, function):
+    def counted(unit, function):
         def call(*args, **kwargs):
             units[unit] += 1
             return function(*args, **kwargs)

@@ -29,7 +29,7 @@ class Exhibit:
     where: str = ""  # trackers' issues, "owner/name#number" or "name#number"; empty: a class of failures without one
     setting: str = "plain"  # key of SETTINGS: the options of the run
 
-    def apply(self) -> None:
+    def apply(self):
         """Put the bug into the running process. Raises LookupError where the function lacks the line."""
         self.find().__code__ = self.compile()
 
@@ -57,7 +57,7 @@ class Exhibit:
         return unwrapped(found)
 
 
-def put_in(env: Mapping[str, str]) -> None:
+def put_in(env: Mapping[str, str]):
     """Apply the exhibit or fork that the environment variable MUTANT names, if any, to what this process imported."""
     if env.get(VARIABLE):
         from tests.museum.exhibits import EXHIBITS  # both import this file

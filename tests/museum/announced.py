@@ -7,7 +7,7 @@ import train_grpo
 train_step = train_grpo.train_step
 
 
-def announced_step(run, step: int) -> tuple:
+def announced_step(run, step):
     print(f"begins step {step}", flush=True)
     return train_step(run, step)
 

@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
-from pathlib import Path
 
 import make_tiny
 import pytest
@@ -14,7 +13,6 @@ import pytest
 from oracle.repeat import repeat
 from oracle.run import read_run
 from tests.conftest import REPO, ForkedTraining, write_rows
-from tests.fork_server import ForkServer
 from tests.museum import VARIABLE, Exhibit
 from tests.museum.exhibits import COMMON, EXHIBITS, SETTINGS
 from tests.museum.forks import FORKS
@@ -44,7 +42,7 @@ class Outcome:
 # ---------------------------------------------------------------- runs
 
 
-def write_models(folder: Path) -> None:
+def write_models(folder):
     """Write the tiny models of SETTINGS, and their data, into `folder`."""
     tokenizer = make_tiny.char_tokenizer("0123456789>+-=<.")  # with <eos> and <pad> an even number, for tp
     for name, family in (("model", "qwen2"), ("experts", "qwen3_moe"), ("chat", "qwen2")):
@@ -60,11 +58,11 @@ def write_models(folder: Path) -> None:
 class Museum:
     """Runs in a folder of write_models, on the ranks of a fork server, which knows the sources."""
 
-    def __init__(self, folder: Path, server: ForkServer):
+    def __init__(self, folder, server):
         self.folder = folder
         self.server = server
 
-    def visit(self, exhibit: Exhibit) -> Outcome:
+    def visit(self, exhibit):
         """Run with the exhibit and, where that notices nothing, check its folder, then the test that it names."""
         outcome = self.run(exhibit.setting, exhibit.name)
         if outcome.seen == "nothing":
@@ -74,7 +72,7 @@ class Museum:
             return dataclasses.replace(outcome, seen="test", message=exhibit.message)
         return outcome
 
-    def run(self, setting: str, mutant: str = "") -> Outcome:
+    def run(self, setting, mutant=""):
         """Train three steps with the options of a setting, and with an exhibit or without."""
         options = [option.replace("{folder}", str(self.folder)) for option in SETTINGS[setting]]
         if setting == "resumed":
@@ -82,12 +80,12 @@ class Museum:
             options += ["resume=auto", "train.steps=6"]
         return self.train(setting, options, mutant)
 
-    def check(self, setting: str, mutant: str = "") -> Outcome:
+    def check(self, setting, mutant=""):
         """What `make check` says of the folder of a run."""
         report = repeat(read_run(self.out(setting, mutant)))
         return Outcome("check" if report.parted() else "nothing", 0, report.first, report.table())
 
-    def fork(self, name: str) -> tuple[Outcome, set[str]]:
+    def fork(self, name) -> tuple[Outcome, set[str]]:
         """What stopped a run of a fork of FORKS or its resume, and the items that part by `make check`."""
         options = [*FORKS[name].options, "train.export_every=1"]
         outcome = self.train("fork", options, name)
@@ -101,11 +99,11 @@ class Museum:
             report = repeat(read_run(self.out("fork", name)))
         return dataclasses.replace(outcome, text=report.table()), set(report.parted())
 
-    def out(self, setting: str, mutant: str) -> Path:
+    def out(self, setting, mutant):
         """The output folder of a run."""
         return self.folder / re.sub(r"\W", "_", f"{setting}_{mutant}")
 
-    def saved(self) -> Path:
+    def saved(self):
         """The folder of a healthy run of three steps, made once."""
         folder = self.out("saved", "")
         if not folder.exists():
@@ -113,7 +111,7 @@ class Museum:
             assert outcome.seen == "nothing", outcome.text
         return folder
 
-    def train(self, setting: str, options: list[str], mutant: str) -> Outcome:
+    def train(self, setting, options: list[str], mutant):
         """Train on two ranks; what the run noticed."""
         settings = {"script": REPO / "tests/museum/announced.py", "nproc": 2, VARIABLE: mutant}
         run = ForkedTraining(self.server, self.folder, self.out(setting, mutant), *COMMON, *options, **settings)
@@ -129,7 +127,7 @@ class Museum:
 
 
 @contextlib.contextmanager
-def planted(exhibit: Exhibit) -> Iterator[None]:
+def planted(exhibit) -> Iterator[None]:
     """Put an exhibit into this process, for a while."""
     function, code = exhibit.find(), exhibit.find().__code__
     exhibit.apply()
@@ -139,7 +137,7 @@ def planted(exhibit: Exhibit) -> Iterator[None]:
         function.__code__ = code
 
 
-def fails(exhibit: Exhibit) -> bool:
+def fails(exhibit):
     """Whether the test that an exhibit names fails with it."""
     function, code = exhibit.find(), exhibit.find().__code__
     os.environ[VARIABLE] = exhibit.name  # tests/conftest.py puts it in
@@ -150,7 +148,7 @@ def fails(exhibit: Exhibit) -> bool:
         del os.environ[VARIABLE]
 
 
-def healthy(setting: str) -> str:
+def healthy(setting):
     """What notices something in a run of a setting without an exhibit; a failing reward ends it."""
     return "run" if setting == "failing reward" else "nothing"
 
@@ -160,7 +158,7 @@ def healthy(setting: str) -> str:
 COLUMNS = "| failures (where they happened) | noticed by | message |\n|---|---|---|\n"
 
 
-def write_page(outcomes: dict[str, Outcome], controls: dict[str, Outcome]) -> str:
+def write_page(outcomes: dict[str, Outcome], controls: dict[str, Outcome]):
     """docs/dev/museum.md, whose head stays, from {exhibit: outcome} and {setting: outcome without an exhibit}."""
     alike = {}  # exhibits whose messages begin alike are one row
     for name, exhibit in EXHIBITS.items():
@@ -171,7 +169,7 @@ def write_page(outcomes: dict[str, Outcome], controls: dict[str, Outcome]) -> st
     return f"{head}{score(outcomes, controls)}\n\n{COLUMNS}" + "".join(table_row(row) for row in alike.values())
 
 
-def score(outcomes: dict[str, Outcome], controls: dict[str, Outcome]) -> str:
+def score(outcomes: dict[str, Outcome], controls: dict[str, Outcome]):
     """How many failures are noticed by whom."""
     count = {seen: sum(outcome.seen == seen for outcome in outcomes.values()) for seen in RANKING}
     steps = [outcome.step for outcome in outcomes.values() if outcome.seen == "run"]
@@ -185,7 +183,7 @@ def score(outcomes: dict[str, Outcome], controls: dict[str, Outcome]) -> str:
     )
 
 
-def table_row(alike: list[tuple[Exhibit, Outcome]]) -> str:
+def table_row(alike: list[tuple[Exhibit, Outcome]]):
     """The line of some exhibits, with the message of the first."""
     _, outcome = alike[0]
     by = {"run": f"the run, step {outcome.step}", "start": "the start", "check": "`make check`", "test": "a test"}

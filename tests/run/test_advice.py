@@ -22,7 +22,7 @@ HEALTHY = {
 SKIPPED = {"groups/zero_std_frac": 1.0, "advantage/nonzero_frac": 0.0, "update/applied": 0, "sync/changed": 0.0}
 
 
-def all_equal(reward: float) -> dict:
+def all_equal(reward):
     """What metrics show of a step in which every answer has this reward."""
     return {**SKIPPED, "reward/mean": reward, "reward/std": 0.0, "reward/a/mean": reward, "reward/a/max": reward}
 
@@ -54,7 +54,7 @@ CASES = [  # rule, calm steps before, the step, how many of it, keys
 ]
 
 
-@pytest.mark.parametrize(("rule", "before", "step", "steps", "keys"), CASES)
+@pytest.mark.parametrize("rule, before, step, steps, keys", CASES)
 def test_a_rule_speaks_as_soon_as_its_evidence_is_enough(rule, before, step, steps, keys):
     calm = [{"reward/mean": 0.3 + 0.2 * (i % 2)} for i in range(before)]
     assert advise(calm + [step] * (steps + 40), **keys)[0][rule] == before + steps
@@ -85,7 +85,7 @@ def test_a_source_is_told_alone_and_the_cause_names_the_key():
 
 
 @pytest.mark.parametrize(
-    ("steps", "keys", "idle"),
+    "steps, keys, idle",
     [
         ([all_equal(0.0)] * 40 + [{}] + [all_equal(0.0)] * 19, {}, 19),
         ([{}] * 9 + [all_equal(1.0)] * 60, {}, 0),  # at its best
@@ -145,7 +145,7 @@ def healthy_runs() -> dict[str, list[str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "overrides"), healthy_runs().items(), ids=healthy_runs())
+@pytest.mark.parametrize("name, overrides", healthy_runs().items(), ids=healthy_runs())
 def test_no_healthy_run_ends(train_forked, name, overrides):
     """Even if it may learn nothing for three steps alone."""
     config = name if (REPO / f"configs/{name}.yaml").exists() else "tiny"

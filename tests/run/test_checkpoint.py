@@ -4,7 +4,6 @@ import contextlib
 import json
 import shutil
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -34,7 +33,7 @@ EXPERTS = {
 
 @pytest.mark.parametrize("adapters", [0, pytest.param(8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    ("arch", "dtype", "layouts"),
+    "arch, dtype, layouts",
     [("qwen2", "fp32", DENSE), pytest.param("qwen2_moe", "bf16", EXPERTS, marks=pytest.mark.slow)],
 )
 def test_state_is_the_same_on_every_layout(fork_server, tmp_path, arch, dtype, layouts, adapters):
@@ -88,12 +87,12 @@ def test_a_resume_while_the_loss_scale_is_searched_is_exact(train_forked, tmp_pa
     assert resumed.code == 0 and resumed.result(9) == whole.result(9), resumed.text
 
 
-def sharded(*tensors: str) -> dict[str, ShardedTensor]:
+def sharded(*tensors) -> dict[str, ShardedTensor]:
     """Tensors of a model on one rank, all 0."""
     return {name: ShardedTensor.from_rank_offsets(name, torch.zeros(4, 4)) for name in tensors}
 
 
-def saved(folder: Path, step: int, *tensors: str, **state) -> Path:
+def saved(folder, step, *tensors, **state):
     """A checkpoint with these tensors."""
     writer = CheckpointWriter(folder, keep_last=0, keep_every=0)
     writer.start(step, {"step": step, **state}, sharded(*tensors))

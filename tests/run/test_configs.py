@@ -23,7 +23,7 @@ CASES = [(path, "") for path in CONFIGS if path.parent.name != "ablations"] + [
 ]
 
 
-@pytest.mark.parametrize(("path", "more"), CASES, ids=lambda value: Path(value).stem)
+@pytest.mark.parametrize("path, more", CASES, ids=lambda value: Path(value).stem)
 def test_a_config_dry_runs(path, more, tiny, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(REPO)
     cfg = load_config(str(path), [])

@@ -40,7 +40,7 @@ CAPABILITIES = (
 
 
 @pytest.mark.parametrize(
-    ("arch", "layout"),
+    "arch, layout",
     [
         ("qwen3_moe", ["parallel.ep=2", "rollout.tp=2", *CAPABILITIES]),
         pytest.param("qwen3", ["parallel.tp=2", "rollout.tp=1"], marks=pytest.mark.slow),

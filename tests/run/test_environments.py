@@ -69,7 +69,7 @@ for file, *answers in json.loads(sys.argv[1]):
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory) -> str:
+def path(tmp_path_factory):
     """The PYTHONPATH with both libraries, what they need beside our environment, and the taskset above."""
     folder = tmp_path_factory.mktemp("environments")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
@@ -81,7 +81,7 @@ def path(tmp_path_factory) -> str:
     return f"{REPO}:{REPO / 'rewards'}:{site}"
 
 
-def python(path: str, *arguments: str) -> subprocess.CompletedProcess:
+def python(path, *arguments) -> subprocess.CompletedProcess:
     settings = {"cwd": REPO, "env": {**os.environ, "PYTHONPATH": path}, "text": True}
     return subprocess.run([sys.executable, *arguments], capture_output=True, **settings)
 
@@ -119,9 +119,7 @@ VERIFIERS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("config", "data", "keys"), [("tiny", "rows.jsonl", GYM), ("tiny_turns", "env.toml", VERIFIERS)]
-)
+@pytest.mark.parametrize("config, data, keys", [("tiny", "rows.jsonl", GYM), ("tiny_turns", "env.toml", VERIFIERS)])
 def test_the_reward_of_a_run_rises(config, data, keys, path, start, tmp_path):
     """In 20 steps: the model copies a digit; it learns to guess digits, and to guess again."""
     digits = '{"size": 100, "min_terms": 1, "max_terms": 1, "max_digits": 1}'

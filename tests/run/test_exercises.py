@@ -22,7 +22,7 @@ GRADED = [name for name, command in COMMANDS.items() if "-m pytest" in command]
 RUN = [name for name, command in COMMANDS.items() if command.startswith("make demo")]
 
 
-def exhibit_of(name: str):
+def exhibit_of(name):
     """The museum's exhibit that a patch puts in; fails where the lines of the patch are those of none."""
     removed, added = re.findall(r"^[-+](?![-+]{2} )(.*)\n", EXERCISES[name].read_text(), re.MULTILINE)
     return next(e for e in EXHIBITS.values() if e.before in removed and removed.replace(e.before, e.after) == added)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from tests.compare_runs import EXCLUDED
-from tests.conftest import Training, tiny_model
+from tests.conftest import tiny_model
 from tests.oracle.layouts import FULL
 
 pytestmark = [
@@ -75,7 +75,7 @@ HOST = ("megatron.optimizer_cpu_offload=true", "megatron.use_precision_aware_opt
 REPLAY = ("algo.replay_routes=true", *FULL)
 
 
-def of_experts(forwards: int) -> dict:
+def of_experts(forwards):
     """Waits of a rank with experts, which `forwards` times computes a micro-batch, 2 where it is recomputed."""
     layers = LAYERS * forwards
     return {
@@ -121,7 +121,7 @@ def options(tmp_path_factory):
     return lambda run: (f"model.path={folders[run.arch]}", *ALL, *run.overrides)
 
 
-def differences(ours: list[dict], expected: list[dict], run: Run) -> list[str]:
+def differences(ours: list[dict], expected: list[dict], run) -> list[str]:
     """What differs in the metrics of two runs, step by step; not what depends on the machine."""
     found = []
     excluded, tolerance = EXCLUDED, 1e-5
@@ -135,7 +135,7 @@ def differences(ours: list[dict], expected: list[dict], run: Run) -> list[str]:
     return found
 
 
-def unknown_waits(training: Training, run: Run) -> list[str]:
+def unknown_waits(training, run) -> list[str]:
     """The waits beyond WAITS and those of the run, of each rank."""
     found = []
     for rank in range(run.ranks):

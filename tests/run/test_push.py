@@ -41,7 +41,7 @@ SOURCES = [(arch, "bf16", 0) for arch in make_tiny.ARCHITECTURES] + [
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("arch", "dtype", "rank"), SOURCES)
+@pytest.mark.parametrize("arch, dtype, rank", SOURCES)
 def test_the_digests_of_shards_are_those_of_the_tensors_they_give(world, tmp_path, arch, dtype, rank):
     """With adapters as well, and not when one element has changed since."""
     tiny_model(tmp_path, arch)
@@ -109,7 +109,7 @@ def test_chunks_do_not_change_a_digest(monkeypatch):
 class Layer(torch.nn.Module):
     """vLLM's stacked query, key, value, and a norm, of a rank of two: queries split, the one key-value head copied."""
 
-    def __init__(self, hf: dict[str, torch.Tensor], rank: int):
+    def __init__(self, hf: dict[str, torch.Tensor], rank):
         super().__init__()
         self.qkv_proj, self.norm = torch.nn.Module(), torch.nn.Module()
         q = hf["layer.q_proj.weight"].chunk(2)[rank]
@@ -117,7 +117,7 @@ class Layer(torch.nn.Module):
         self.norm.weight = torch.nn.Parameter(hf["layer.norm.weight"].clone())
 
 
-def compared(check: PushCheck, pushed: dict[str, torch.Tensor], held: list[dict[str, torch.Tensor]], **faults) -> None:
+def compared(check: PushCheck, pushed: dict[str, torch.Tensor], held: list[dict[str, torch.Tensor]], **faults):
     """Two ranks, one engine: the trainer has `pushed`, while rank r of vLLM holds what follows from held[r]."""
     layers = [torch.nn.ModuleDict({"layer": Layer(hf, rank)}) for rank, hf in enumerate(held)]
     digests = [engine_digests(layer) for layer in layers]
@@ -126,7 +126,7 @@ def compared(check: PushCheck, pushed: dict[str, torch.Tensor], held: list[dict[
     check.compare(list(digests[0]), [parts] * 2, held, **faults)
 
 
-def weights(seed: int, **others: torch.Tensor) -> dict[str, torch.Tensor]:
+def weights(seed, **others) -> dict[str, torch.Tensor]:
     random = torch.Generator().manual_seed(seed)
     made = {f"layer.{x}_proj.weight": torch.randn(64, 32, generator=random) for x in "qkv"}
     return made | {"layer.norm.weight": torch.ones(32)} | {f"layer.{name}.weight": t for name, t in others.items()}
@@ -175,7 +175,7 @@ def test_a_push_holds_one_bucket_at_a_time(world, tmp_path, monkeypatch, arch):
     model = build_model(tiny_config(f"model.path={tmp_path / 'model'}"))
     gather_bucket, buckets = bridge.gather_bucket, []
 
-    def counted(*args) -> torch.Tensor:
+    def counted(*args):
         assert all(bucket.expired() for bucket in buckets)
         flat = gather_bucket(*args)
         buckets.append(StorageWeakRef(flat.untyped_storage()))

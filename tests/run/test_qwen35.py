@@ -22,7 +22,7 @@ LINEAR = {
 }  # fmt: skip
 
 
-def publish(folder, arch: str) -> dict[str, torch.Tensor]:
+def publish(folder, arch) -> dict[str, torch.Tensor]:
     """A folder with weights for images and multi-token prediction, in bf16, experts as one tensor; its tensors."""
     tiny_model(folder, arch, hidden=128, ffn=2, **LINEAR)
     held = load_file(folder / "model.safetensors").items()
@@ -47,7 +47,7 @@ def publish(folder, arch: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("arch", "keys"),
+    "arch, keys",
     [
         ("qwen3_5_text", ["parallel.tp=2", "rollout.tp=2", "algo.kl_coef=0.01", "megatron.optimizer_cpu_offload=true"]),
         ("qwen3_5_text", ["parallel.pp=2", "lora.rank=4", "train.lr=0.01"]),

@@ -4,13 +4,12 @@ import json
 import re
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch.distributed as dist
 
-from config import Config, UserError
+from config import UserError
 from grpo.parts.base import versions
 from grpo.run import trackers
 from grpo.run.preflight import configuration
@@ -21,16 +20,16 @@ from tests.conftest import ranges, tiny_config
 from tests.processes import wait_until
 
 
-def sample(reward: float, text: str, length: int = 1, **fields) -> Sample:
+def sample(reward, text, length=1, **fields):
     logps = [-0.5] * length
     return Sample(0, [1, 2], [3] * length, logps, True, text, "", reward=reward, reward_parts={"a": reward}, **fields)
 
 
-def config(out: Path, name: str) -> Config:
+def config(out, name):
     return tiny_config(f"output_dir={out}", f"log.{name}=true", "log.samples_every=2")
 
 
-def feed(out: Path, name: str, done: int, steps: list[int]) -> list[dict]:
+def feed(out, name, done, steps: list[int]) -> list[dict]:
     """Give a tracker made-up steps, and wait for it; returns their metrics."""
     fed = trackers.Trackers(config(out, name), done, str)
     metrics = [{"step": step, "reward/mean": step / 3 + done, "kl/ref": None, "nan": np.nan} for step in steps]
@@ -40,7 +39,7 @@ def feed(out: Path, name: str, done: int, steps: list[int]) -> list[dict]:
     return metrics
 
 
-def tensorboard_numbers(out: Path) -> tuple[dict[int, dict[str, float]], object]:
+def tensorboard_numbers(out) -> tuple[dict[int, dict[str, float]], object]:
     """({step: {name: value}}, the accumulator) of the event files of a run."""
     event_accumulator = pytest.importorskip(
         "tensorboard.backend.event_processing.event_accumulator", reason="log.tensorboard is optional"
@@ -103,7 +102,7 @@ def test_wandb_bounds_its_own_end(tmp_path, monkeypatch):
     finish()
 
 
-def fail(*arguments) -> None:
+def fail(*arguments):
     raise ConnectionResetError("gone")
 
 

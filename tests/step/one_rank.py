@@ -18,18 +18,18 @@ from tests.conftest import tiny_config
 class PlainEngine:
     """rollout.Engine with the weights in a model of transformers, one token at a time."""
 
-    def __init__(self, model: str, *_):
+    def __init__(self, model, *_):
         self.model = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
 
     def generate(
-        self, prompts: list[list[int]], seeds: list[int], n: int, sampling, max_tokens: int
+        self, prompts: list[list[int]], seeds: list[int], n, sampling, max_tokens
     ) -> Iterator[tuple[int, list[Completion]]]:
         for number, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
             generator = torch.Generator().manual_seed(seed)
             yield number, [self.answer(prompt, generator, sampling.temperature, max_tokens) for _ in range(n)]
 
     @torch.no_grad()
-    def answer(self, prompt: list[int], generator: torch.Generator, temperature: float, max_tokens: int) -> Completion:
+    def answer(self, prompt: list[int], generator: torch.Generator, temperature, max_tokens):
         ids, logps = [], []
         while len(ids) < max_tokens and ids[-1:] != [self.model.config.eos_token_id]:
             logp_V = (self.model(torch.tensor([prompt + ids])).logits[0, -1] / temperature).log_softmax(-1)
@@ -37,13 +37,13 @@ class PlainEngine:
             logps.append(logp_V[ids[-1]].item())
         return Completion(ids, logps, ids[-1] == self.model.config.eos_token_id, Trace())
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], shards) -> None:
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], shards):
         self.model.load_state_dict(dict(weights), strict=False)
 
-    def metrics(self) -> dict:
+    def metrics(self):
         return {"sync/checked": None}  # what test_push.py is about
 
-    def sleep(self, *_) -> None:
+    def sleep(self, *_):
         """There is no memory to free, and none to take back."""
 
     wake = sleep
@@ -55,7 +55,7 @@ def build(world, tiny, tmp_path, monkeypatch, request):
     monkeypatch.setattr(train_grpo, "Engine", PlainEngine)
     monkeypatch.setattr(clock, "StopSignals", lambda: SimpleNamespace(requested=None))
 
-    def one(*overrides: str) -> train_grpo.Run:
+    def one(*overrides) -> train_grpo.Run:
         cfg = tiny_config(
             f"output_dir={tmp_path / 'out'}", f"model.path={tiny / 'model'}", f"data.train={tiny / 'train.jsonl'}",
             "rollout.prompts_per_step=4", "rollout.group_size=4", "train.warmup_steps=0", "train.save_every=0",

@@ -18,12 +18,12 @@ from tests.conftest import tiny_config
 ROUNDING = 0.04  # nats
 
 
-def new(score=None) -> SimpleNamespace:
+def new(score=None):
     """What the guard of a run that begins keeps of the gap."""
     return SimpleNamespace(model=[], score=score, rounding=None, recent=deque(maxlen=20), warned=False)
 
 
-def report_of(difference_T: torch.Tensor) -> dict[str, float]:
+def report_of(difference_T) -> dict[str, float]:
     """What the updates report where the trainer's log-probs are above vLLM's by these differences."""
     found = metrics.gap_report(difference_T, difference_T, torch.ones(len(difference_T)))
     return {name: value.item() for name, value in found.items()} | {"tokens": len(difference_T)}
@@ -38,7 +38,7 @@ def check(monkeypatch):
     monkeypatch.setattr(guard, "explain_gap", lambda *args: "the table")
     monkeypatch.setattr(guard.dist, "get_rank", lambda: 0)
 
-    def run(difference_T: torch.Tensor, *overrides: str, kept: SimpleNamespace | None = None, spread=4.0) -> None:
+    def run(difference_T, *overrides, kept: SimpleNamespace | None = None, spread=4.0):
         cfg = tiny_config("model.dtype=bf16", *overrides)
         rollout_logp = -torch.rand(len(difference_T), generator=torch.Generator().manual_seed(1)) * spread
         mask = torch.ones(len(difference_T), dtype=torch.bool)
@@ -53,7 +53,7 @@ def check(monkeypatch):
     return run
 
 
-def normal(mean: float, count: int = 2000) -> torch.Tensor:
+def normal(mean, count=2000):
     """Normally distributed differences with this mean |Δ|."""
     return torch.randn(count, generator=torch.Generator().manual_seed(0)) * mean * math.sqrt(math.pi / 2)
 

@@ -15,7 +15,6 @@ from config import TrainingError, UserError
 from grpo.parts.model import fp16
 from grpo.parts.model.offload import state_shards
 from grpo.parts.model.optimizer_state import optimizer_steps, restore, sharded_state
-from rollout import Completion
 from tests.conftest import REPO, tiny_model, wrap
 from tests.oracle.layouts import FULL
 from tests.step.one_rank import EQUAL, PlainEngine, weights
@@ -32,14 +31,14 @@ class FlippingEngine(PlainEngine):
         for number, layer in enumerate(self.model.model.layers):
             layer.mlp.gate.forward = partial(self.route, number, layer.mlp.gate)
 
-    def route(self, number: int, gate, hidden: torch.Tensor):
+    def route(self, number, gate, hidden):
         logits = hidden @ gate.weight.T
         experts = logits.topk(3).indices
         experts = torch.where(torch.arange(len(hidden))[:, None] % 3 == 0, experts[:, ::2], experts[:, :2])
         self.routes[number] = experts
         return logits, logits.gather(-1, experts).softmax(-1), experts
 
-    def answer(self, *args) -> Completion:
+    def answer(self, *args):
         found = super().answer(*args)  # its last pass was over all tokens but the last
         routes = torch.stack([*self.routes.values()], dim=1).to(torch.uint8).numpy()
         if self.return_routes:

@@ -36,7 +36,7 @@ def test_a_hint_stands_before_what_the_user_asks(tokenizer, tmp_path):
     write_rows(tmp_path / "text.jsonl", [{"prompt": "5", "answer": 12, "hint": "7="}])
     write_rows(tmp_path / "chat.jsonl", [{"prompt": chat, "answer": 12, "hint": "7="}])
 
-    def prompt(file: str, **options):
+    def prompt(file, **options):
         found = load_prompts(DataConfig(train=str(tmp_path / file), **options), tokenizer, 16)[0]
         return tokenizer.decode(found.ids), None if found.asked is None else tokenizer.decode(found.asked)
 
@@ -49,7 +49,7 @@ def test_a_hint_stands_before_what_the_user_asks(tokenizer, tmp_path):
 def test_hints_count_for_length_and_fingerprint_and_must_be_there(tokenizer, tmp_path):
     rows = [{"prompt": "123>", "answer": "1", "hint": hint} for hint in ("", "9", "99999")]
 
-    def load(rows: list[dict], key: str = "train", **options):
+    def load(rows: list[dict], key="train", **options):
         write_rows(tmp_path / "a.jsonl", rows)
         cfg = DataConfig(**{"train": "no", key: str(tmp_path / "a.jsonl")}, **options)
         return load_prompts(cfg, tokenizer, 16, key)
@@ -92,7 +92,7 @@ def test_a_teacher_has_no_gradients_and_changes_no_bit_of_what_it_does_not_teach
 
 
 def test_who_may_teach(larger, tiny, tmp_path, offline):
-    def prepare(*overrides: str) -> None:
+    def prepare(*overrides):
         cfg = tiny_config(f"model.path={tiny / 'model'}", f"data.train={tiny / 'train.jsonl'}", *overrides)
         configuration.check_config(cfg, world_size=2)
         launch.prepare(cfg, world_size=2, weights=True)

@@ -43,7 +43,7 @@ class Script:
 def converse(world, tokenizer, tmp_path, request):
     """converse("a function's body", max_new_tokens, rows, ...) → the conversations of each prompt."""
 
-    def run(body: str, budget: int, rows: list[dict], n=2, **rollout):
+    def run(body, budget, rows: list[dict], n=2, **rollout):
         (tmp_path / "play.py").write_text(f"import os, time, sys\ndef play(text, row, state):\n    {body}\n")
         cfg = tiny_config(
             f"rollout.turns={tmp_path / 'play.py'}:play", "reward.timeout_s=1", "reward.memory_gb=2",
@@ -217,7 +217,7 @@ PLAY = "def play(text, row, state): ..."
 
 
 @pytest.mark.parametrize(
-    ("source", "template", "message"),
+    "source, template, message",
     [
         ("class play:\n    def __call__(self, text, row, state): ...", None, r"called with \(text, row, state\)"),
         ("def play(text): ...", None, r"too many positional arguments; it is called with \(text, row, state\)"),

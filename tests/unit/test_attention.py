@@ -33,7 +33,7 @@ OPTIONS = {  # of varlen_attn, by version of torch
 }
 
 
-def stand_in(version: str, dtype: torch.dtype):
+def stand_in(version, dtype):
     """varlen_attn of that torch, but for the device and the type."""
     assert REAL.keys() >= {*OPTIONS["2.13"]}
 
@@ -56,14 +56,14 @@ def stand_in(version: str, dtype: torch.dtype):
     return kernel
 
 
-def tensors(tokens_q: int, tokens_k: int, dtype=torch.float32, head_dim: int = 8) -> list[torch.Tensor]:
+def tensors(tokens_q, tokens_k, dtype=torch.float32, head_dim=8) -> list[torch.Tensor]:
     """query of 4 heads, key and value of 2; value as a view, as Megatron makes it."""
     torch.manual_seed(0)
     query, key = torch.randn(tokens_q, 4, head_dim), torch.randn(tokens_k, 2, head_dim)
     return [x.to(dtype).requires_grad_() for x in (query, key, torch.randn(tokens_k, 2, 3, head_dim)[:, :, 1])]
 
 
-def segments(lengths_q: list[int], lengths_k: list[int] | None = None, window: int | None = None, on="cpu") -> Segments:
+def segments(lengths_q: list[int], lengths_k: list[int] | None = None, window=None, on="cpu"):
     return Segments.of(np.array(lengths_k or lengths_q), np.array(lengths_q), window, torch.device(on))
 
 
@@ -74,14 +74,14 @@ def outcome(function, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
     return [out, *torch.autograd.grad(out, inputs, torch.randn(out.shape).to(out.dtype))]
 
 
-def expected(where: Segments, inputs: list[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+def expected(where, inputs: list[torch.Tensor], dtype) -> list[torch.Tensor]:
     """`outcome` of the formula, in another type."""
     copies = [x.detach().to(dtype).requires_grad_() for x in inputs]
     left = None if where.window is None else where.window - 1
     return outcome(lambda *x: by_formula(*x, where.cu_q, where.cu_k, left), copies)
 
 
-def worst(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
+def worst(found: list[torch.Tensor], wanted: list[torch.Tensor]):
     return max(relative(f, w.double()) for f, w in zip(found, wanted, strict=True))
 
 
@@ -100,7 +100,7 @@ def test_padded_attention_is_the_formula(where):
 
 
 @pytest.mark.parametrize("version", OPTIONS)
-@pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 1e-5), (torch.bfloat16, 0.02)])
+@pytest.mark.parametrize("dtype, close", [(torch.float32, 1e-5), (torch.bfloat16, 0.02)])
 @pytest.mark.parametrize("where", CASES)
 def test_the_unpadded_path_gives_the_gradients_of_the_padded(monkeypatch, version, where, dtype, close):
     """In fp32, which the kernel itself refuses, to see more than rounding; in bf16, as it asks."""
@@ -137,7 +137,7 @@ def test_the_gradients_of_copies_are_added_up_in_fp32():
 
 
 @pytest.mark.parametrize(
-    ("arch", "settings", "window"),
+    "arch, settings, window",
     [
         ("mistral", {"sliding_window": 8}, 8),
         ("qwen2", {"sliding_window": 8}, None),  # without use_sliding_window

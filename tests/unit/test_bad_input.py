@@ -20,7 +20,7 @@ from train_grpo import main
 
 @pytest.fixture
 def dry_run(tiny, capfd, offline):
-    def run(*overrides: str, world_size: int = 4) -> tuple[int, str]:
+    def run(*overrides, world_size=4) -> tuple[int, str]:
         code = main([
             "--config", str(REPO / "configs/tiny.yaml"), "--dry-run", "--world-size", str(world_size),
             f"model.path={tiny / 'model'}", f"data.train={tiny / 'train.jsonl'}", *overrides,
@@ -59,7 +59,7 @@ VLLM = {
 
 
 @pytest.mark.parametrize(
-    ("overrides", "needles"),
+    "overrides, needles",
     [
         ("resume=no", ["resume=False: must be none, auto, or the folder of a checkpoint"]),
         ("reward.functions.x.type=math", ["functions.x={'type': 'math'}: must be file.py:function, or the name"]),
@@ -166,7 +166,7 @@ MODELS = [  # what differs in config.json, overrides, what the refusal says
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("changed", "overrides", "message"), MODELS)
+@pytest.mark.parametrize("changed, overrides, message", MODELS)
 def test_a_model_without_a_counterpart_is_refused(dry_run, tiny, tmp_path, changed, overrides, message):
     config = json.loads((tiny / "model/config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | changed))
@@ -191,7 +191,7 @@ def test_what_linear_attention_needs_on_a_cpu(tiny, tmp_path, monkeypatch, dtype
 
 
 @pytest.mark.parametrize(
-    ("file", "message"),
+    "file, message",
     [("adapter_config.json", "is an adapter. Merge it"), ("state.json", "is a checkpoint. --export with"),
      ("metrics.jsonl", "is the output of a run. Give one of the models in its hf/")],
 )  # fmt: skip
@@ -214,7 +214,7 @@ FILES = [  # what is done to a folder with two shards and their index, what the 
 ]
 
 
-@pytest.mark.parametrize(("harm", "message"), FILES)
+@pytest.mark.parametrize("harm, message", FILES)
 def test_shards_that_are_not_whole_are_told_by_name(tiny, tmp_path, harm, message):
     folder = shutil.copytree(tiny / "model", tmp_path / "model")
     weights = load_file(folder / "model.safetensors")
@@ -233,7 +233,7 @@ BIAS = "model.layers.0.self_attn.o_proj.bias"
 
 
 @pytest.mark.parametrize(
-    ("config", "change", "message"),
+    "config, change, message",
     [
         ({}, lambda weights: weights | {HEAD: weights[EMBEDDING].clone()}, None),
         # Where the head of a tied model is another tensor, transformers and vLLM use it, whatever config.json says.

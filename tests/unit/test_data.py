@@ -3,7 +3,6 @@
 import datetime
 import json
 import pickle
-from pathlib import Path
 from unittest import mock
 
 import datasets
@@ -38,7 +37,7 @@ VERL_KEYS = {"prompt_key": "prompt", "answer_key": "reward_model.ground_truth", 
 ROLES = "{% for m in messages %}{{ {'system': '+', 'user': '-'}[m.role] }}{{ m.content }}{% endfor %}"
 
 
-def write(path: Path, rows: list[dict]) -> None:
+def write(path, rows: list[dict]):
     """`rows` as a file (or saved folder) of the type that the name says."""
     path.parent.mkdir(parents=True, exist_ok=True)
     table = datasets.Dataset.from_list(rows)
@@ -235,7 +234,7 @@ def test_long_prompts_are_counted_and_empty_ones_refused(tokenizer, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("key", "options", "said"),
+    "key, options, said",
     [
         ("train", {"chat_template": False}, r"data\.train: .*, row 2: 'prompt'"),
         ("eval", {"system_prompt": "1"}, r"data\.eval: .*, row 2: 'prompt'"),
@@ -382,7 +381,7 @@ def test_files_that_do_not_go_together(tokenizer, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    "options, message",
     [
         ({"prompt_key": "promt"}, r"^data\.prompt_key='promt': no such column in .*nearest is 'prompt'"),
         ({"answer_key": "reward_model.truth"}, "nearest is 'reward_model.ground_truth', all are .*extra_info.index"),

@@ -95,7 +95,7 @@ FAULTS = {  # name → (what differs from SOUND, (item, verdict, what is found a
 }  # fmt: skip
 
 
-def changed(values: dict) -> dict:
+def changed(values):
     """SOUND with other values at dotted keys: {"smi.gpus.0.mig": "Enabled"}."""
     found = copy.deepcopy(SOUND)
     for path, value in values.items():

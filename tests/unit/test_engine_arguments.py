@@ -51,7 +51,7 @@ def told(monkeypatch, tiny):
     monkeypatch.setattr("rollout.PushCheck", lambda *_: None)
     monkeypatch.setattr("rollout.lean.choose_loop", lambda _: None)
 
-    def engine(values: dict):
+    def engine(values):
         cfg = override(Config(model={"path": str(tiny / "model")}, data={"train": "d"}), values)
         return Engine(cfg.model.path, cfg.model, cfg.rollout, 128, cfg.algo.replay_routes).llm.args, slept
 
@@ -103,13 +103,13 @@ def test_keys_reach_vllm_and_what_the_user_set_stays(told, monkeypatch):
     assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "0" and os.environ["VLLM_BATCH_INVARIANT"] == "1"
 
 
-@pytest.mark.parametrize(("batch", "tp", "wanted"), [(256, 1, None), (300, 1, 300), (300, 2, None), (9999, 1, 512)])
+@pytest.mark.parametrize("batch, tp, wanted", [(256, 1, None), (300, 1, 300), (300, 2, None), (9999, 1, 512)])
 def test_the_answers_of_a_step_run_together_where_vllm_would_part_them(batch, tp, wanted):
     """Its default is 256 for each rank of an engine on a CPU, and on the GPUs below 70 GiB 256."""
     assert vllm_process.most_sequences(batch, tp).get("max_num_seqs") == wanted
 
 
-@pytest.mark.parametrize(("batch", "size"), [(1, 8), (12, 16), (256, 256), (300, 304), (500, 512), (9999, 512)])
+@pytest.mark.parametrize("batch, size", [(1, 8), (12, 16), (256, 256), (300, 304), (500, 512), (9999, 512)])
 def test_the_fullest_batch_of_a_step_has_a_cuda_graph(batch, size):
     """vLLM captures multiples of 8, and above 256 of 16, and cuts off what is above the last of them."""
     assert vllm_process.capture_size(batch) == size

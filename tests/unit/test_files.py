@@ -98,7 +98,7 @@ def writer():
     return RolloutWriter()
 
 
-def made_up(text: str = "ab") -> dict:
+def made_up(text="ab"):
     """A sample with what JSON does not know: float32, of which it has to be said which number of 64 bits it is."""
     logp = np.array([-0.1, -1e-7, -0.0, -12.5], np.float32)
     return {"ids": np.array([5, 150_000], np.int32), "logp": logp, "text": text, "parts": {"x": 0.1}, "group": 3}

@@ -27,7 +27,7 @@ WAYS = [  # type of the weight, of its logits, whether its gradient is added to 
 ]
 
 
-def inputs(dtype: torch.dtype, rows: int = M) -> tuple[torch.Tensor, ...]:
+def inputs(dtype, rows=M) -> tuple[torch.Tensor, ...]:
     """hidden [M, H], weight [V, H], targets [M] with the first and the last, gradients of both results [M]."""
     torch.manual_seed(0)
     hidden, weight = torch.randn(M, H, device=ON).to(dtype), (torch.randn(V, H, device=ON) * 0.3).to(dtype)
@@ -46,15 +46,15 @@ def exact(hidden, weight, targets, grad_logp, grad_entropy, is_out=None) -> list
     return [*results, *torch.autograd.grad(results, (hidden, weight), (grad_logp.double(), grad_entropy.double()))]
 
 
-def nuclei_of(targets: torch.Tensor) -> tuple[list[int], torch.Tensor]:
+def nuclei_of(targets) -> tuple[list[int], torch.Tensor]:
     """1 to V ids for each target, which is one of them, -1 after each; and which of all are not among them, [M, V]."""
     is_out = torch.rand(len(targets), V) < torch.linspace(0, 1, len(targets))[:, None]
     is_out = is_out.scatter(1, targets.cpu()[:, None], False)
     return [i for out in is_out for i in (*(~out).nonzero()[:, 0].tolist(), -1)], is_out.to(ON)
 
 
-@pytest.mark.parametrize(("rows", "is_cut"), [(M, False), (0, False), (M, True), (0, True)])
-@pytest.mark.parametrize(("dtype", "logits", "fused"), WAYS)
+@pytest.mark.parametrize("rows, is_cut", [(M, False), (0, False), (M, True), (0, True)])
+@pytest.mark.parametrize("dtype, logits, fused", WAYS)
 def test_the_head_is_that_of_float64(world, monkeypatch, dtype, logits, fused, rows, is_cut):
     bridge.init_model_parallel(tiny_config().parallel, seed=0)
     monkeypatch.setattr(head, "LOGITS_CHUNK", CHUNK)
@@ -99,7 +99,7 @@ BOTH = {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pi
 
 
 @pytest.mark.parametrize(
-    ("layers", "pp", "vpp", "options", "expected"),
+    "layers, pp, vpp, options, expected",
     [
         (94, 8, 1, BOTH, [[11], *[[12]] * 6, [11]]),
         (94, 4, 2, BOTH, [[11, 12], [12, 12], [12, 12], [12, 11]]),

@@ -32,12 +32,12 @@ EXPRESSIONS = {
 }
 
 
-def processes_below(pid: int) -> set[psutil.Process]:
+def processes_below(pid) -> set[psutil.Process]:
     """All living descendants."""
     return {process for process in psutil.Process(pid).children(recursive=True) if alive(process)}
 
 
-def alive(process: psutil.Process) -> bool:
+def alive(process: psutil.Process):
     try:
         return process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -194,7 +194,7 @@ WRITTEN = (["assert f(1) > 5", "for i in range(3):\n    assert abs(f(i)) >= 6"],
 PATCHED = [name for name in FORGERIES if "patched" in name or name.startswith(("results", "asserts"))]
 
 
-@pytest.mark.parametrize(("tests", "right", "forgeries"), [(*COMPARED, [*FORGERIES]), (*WRITTEN, PATCHED)])
+@pytest.mark.parametrize("tests, right, forgeries", [(*COMPARED, [*FORGERIES]), (*WRITTEN, PATCHED)])
 def test_forged_values_earn_nothing(nothing_left, tests, right, forgeries):
     jobs = [("s", fenced(program), "", {"tests": tests}) for program in [right, *map(FORGERIES.get, forgeries)]]
     good, *outcomes = grade_with("code", jobs, workers=2, options=PATIENT)

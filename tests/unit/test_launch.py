@@ -33,7 +33,7 @@ def command(tiny, monkeypatch, capfd):
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
 
-    def run(*options: str, rehearse=lambda cfg: None) -> tuple[int, str]:
+    def run(*options, rehearse=lambda cfg: None) -> tuple[int, str]:
         monkeypatch.setattr(train_grpo.rehearsal, "run", lambda cfg, *functions: rehearse(cfg))
         data = [f"model.path={tiny / 'model'}", f"data.train={tiny / 'train.jsonl'}", "reward.default=exact"]
         code = train_grpo.main(["--config", CONFIG, *options, *data])
@@ -60,7 +60,7 @@ def test_a_dry_run_rehearses_and_prints_the_plan(command, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "gpu", "found", "refused"),
+    "dtype, gpu, found, refused",
     [("bf16", False, {}, False), ("fp32", True, {}, False), ("bf16", True, {"fla-core": "0.6.0"}, False),
      ("bf16", True, {}, True)],
 )  # fmt: skip
@@ -75,7 +75,7 @@ def test_linear_attention_on_a_gpu_needs_its_kernels(monkeypatch, tmp_path, dtyp
         configuration.check_model(tiny_config(f"model.dtype={dtype}"), model, rollout_tp=1)
 
 
-@pytest.mark.parametrize(("option", "connections"), [("tp", "1"), ("cp", "1"), ("pp", None)])
+@pytest.mark.parametrize("option, connections", [("tp", "1"), ("cp", "1"), ("pp", None)])
 def test_one_queue_where_communication_overlaps(monkeypatch, option, connections):
     """Megatron-core asks for it with tensor or context parallelism; CUDA reads it as it starts."""
     name = "CUDA_DEVICE_MAX_CONNECTIONS"
@@ -163,7 +163,7 @@ def test_ranks_that_do_not_come_and_a_port_that_is_taken_are_named():
 
 
 @pytest.mark.parametrize(
-    ("options", "plan"),  # of 200 prompts, 16 a step
+    "options, plan",  # of 200 prompts, 16 a step
     [
         (["train.steps=null", "train.epochs=3"], "38 steps (3 epochs) = 9728 samples"),  # 37.5 of them
         (["train.steps=null", "train.epochs=1.1", "rollout.prompts_per_step=20"], "11 steps (1.1 epochs)"),

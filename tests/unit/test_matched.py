@@ -22,7 +22,7 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
-def normal(*shape: int, dtype=torch.float32, seed=0) -> torch.Tensor:
+def normal(*shape, dtype=torch.float32, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
@@ -62,7 +62,7 @@ def test_a_query_attends_to_the_same_bits_alone_and_among_others(dtype, window):
     query = normal(tokens, 4, 32, dtype=dtype)
     key, value = (normal(tokens, 2, 32, dtype=dtype, seed=seed) for seed in (1, 2))
 
-    def attend(first: int, last: int) -> torch.Tensor:
+    def attend(first, last):
         keys, queries = np.array([last]), np.array([last - first])
         segments = Segments.of(keys, queries, window, to)
         return matched.Attention.apply(query[first:last], key[:last], value[:last], segments)

@@ -59,7 +59,7 @@ TORCH_CPU = "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: 
 
 
 @pytest.mark.parametrize(
-    ("phase", "error", "said"),
+    "phase, error, said",
     [
         ("rollout", GPU, ["rollout.gpu_memory_utilization", "rollout.vllm.max_num_seqs", "rollout.tp", "Tried 2 GiB."]),
         ("train", GPU, ["train.max_tokens_per_micro_batch", "recompute_granularity=full", "parallel.cp"]),
@@ -101,7 +101,7 @@ def test_host_memory_is_looked_at_before_the_build(monkeypatch, capfd):
     """7 B in bf16 on 8 ranks, vLLM with tp 2: 7 GB of weights asleep and 10.5 GB of a checkpoint a rank."""
     options = ["model.dtype=bf16", "parallel.tp=2", "parallel.pp=2", "rollout.tp=2", "rollout.sleep_level=1"]
 
-    def host_bytes(*more: str, on_gpu: bool = True) -> int:
+    def host_bytes(*more, on_gpu=True):
         return costs.host_bytes(tiny_config(*options, *more), 7 * 10**9, 8, on_gpu)
 
     needed = host_bytes()
@@ -124,7 +124,7 @@ def test_host_memory_is_looked_at_before_the_build(monkeypatch, capfd):
     assert capfd.readouterr().err.startswith("warning: 8 rank(s) on this machine will hold about 130.39 GiB of host")
 
 
-@pytest.mark.parametrize(("more", "a_weight"), [([], 12 + 2), (["algo.kl_coef=0.1"], 12 + 2), (["lora.rank=8"], 2)])
+@pytest.mark.parametrize("more, a_weight", [([], 12 + 2), (["algo.kl_coef=0.1"], 12 + 2), (["lora.rank=8"], 2)])
 def test_what_a_run_saves(more, a_weight):
     """A checkpoint and an export; the reference is read from its folder, adapters are few."""
     assert costs.disk_bytes(tiny_config("model.dtype=bf16", *more), 10**9) == a_weight * 10**9

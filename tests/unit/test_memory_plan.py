@@ -78,7 +78,7 @@ class Live(TorchDispatchMode):
         return out
 
 
-def peaks(cfg, prompt: int, answer: int) -> tuple[int, int]:
+def peaks(cfg, prompt, answer) -> tuple[int, int]:
     """Bytes of scoring and of an update beyond weights and gradients, of one row: four answers to a prompt."""
     model = build_model(cfg)
     optimizer = bridge.build_optimizer(model, cfg.train, cfg.megatron)
@@ -102,7 +102,7 @@ LINEAR = [("qwen3_5_text", []), ("qwen3_5_moe_text", [])]
 
 
 @pytest.mark.parametrize(
-    ("family", "more"), [("qwen2", []), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW + LINEAR)]
+    "family, more", [("qwen2", []), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW + LINEAR)]
 )
 def test_the_formulas_are_near_a_real_update(world, tmp_path, monkeypatch, family, more):
     """One stage on a CPU, a vocabulary of 4,096: the peak is while the last logits and all activations are there."""
@@ -121,7 +121,7 @@ def test_the_formulas_are_near_a_real_update(world, tmp_path, monkeypatch, famil
     assert (is_within != ((family, more) in LINEAR)).all()
 
 
-def on_gpu(*keys: str) -> dict[str, dict[str, int]]:
+def on_gpu(*keys) -> dict[str, dict[str, int]]:
     """{phase: {kind of weights or state: bytes}} of a plan."""
     phases = plan.plan(load_config(QWEN, [*keys]), 8, 80 * plan.GB).phases
     return {phase: {k: parts[k] for k in (*KINDS, "teacher") if k in parts} for phase, parts in phases.items()}
@@ -131,7 +131,7 @@ def test_what_leaves_the_gpu(tmp_path):
     """From a push to the next update; the optimizer's state comes back when the activations are gone."""
     folder = hub_models.model_folder("Qwen/Qwen2.5-7B-Instruct", tmp_path)
 
-    def letters(*more: str) -> list[str]:
+    def letters(*more) -> list[str]:
         found = on_gpu(f"model.path={folder}", "train.updates_per_step=1", *more)
         assert [*found] == ["build", "rollout", "logprob", "train", "sync", "save"]
         return ["".join(kind[0] for kind in parts) for parts in found.values()]
@@ -149,7 +149,7 @@ def kept(tmp_path):
     folder = hub_models.model_folder("Qwen/Qwen2.5-0.5B-Instruct", tmp_path)
     hf = transformers.AutoConfig.from_pretrained(folder)
 
-    def of(*keys: str, stage: int = 0) -> float:
+    def of(*keys, stage=0):
         cfg = load_config(str(REPO / "configs/qwen2.5_0.5b_1gpu.yaml"), [f"model.path={folder}", *keys])
         return plan.activation_bytes(hf, cfg, stage)[0] / (2 * cfg.train.max_tokens_per_micro_batch)
 
@@ -208,7 +208,7 @@ def test_config_json_alone_is_enough_for_a_plan(tmp_path, capfd, offline):
 def test_what_does_not_fit_is_told_with_what_to_turn(tmp_path):
     folder = hub_models.model_folder("Qwen/Qwen2.5-7B-Instruct", tmp_path)
 
-    def shortage(share: str) -> str:
+    def shortage(share):
         return plan.report(
             load_config(QWEN, [f"model.path={folder}", f"rollout.gpu_memory_utilization={share}"]), 8, 80
         )

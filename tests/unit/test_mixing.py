@@ -12,7 +12,7 @@ from grpo.parts.data.prompts import Mixture, load_prompts, prompt_batch
 from tests.conftest import tiny_config, write_rows
 
 
-def draw_prompts(sizes: list[int], weights: list[float], taken: int, size: int, seed: int) -> list[tuple[int, int]]:
+def draw_prompts(sizes: list[int], weights: list[float], taken, size, seed) -> list[tuple[int, int]]:
     return shuffle_epochs(draw_sets(weights, taken, size, seed), sizes, seed)
 
 

@@ -57,7 +57,7 @@ EVERYTHING = {
 }  # fmt: skip
 
 
-def check_same(plain: dict, found: dict) -> None:
+def check_same(plain, found):
     assert found.keys() == plain.keys() and found["same"] == 1
     for name in ("logp", "loss", "grad_norm", *(name for name in plain if name.startswith("grad."))):
         assert relative(found[name], plain[name].double()) < 1e-5, name
@@ -128,7 +128,7 @@ def small(tmp_path):
 
 
 def test_adam_on_the_host_makes_the_same_updates(world, small):
-    def trained(extra: dict) -> dict[str, torch.Tensor]:
+    def trained(extra) -> dict[str, torch.Tensor]:
         model = build_model(override(small, {"megatron": extra}))
         optimizer = bridge.build_optimizer(model, TRAIN, extra, small.model.path)
         _, embedding = main_weights(model, optimizer)[bridge.named_weights(model)["embedding.word_embeddings.weight"]]

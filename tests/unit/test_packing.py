@@ -22,14 +22,14 @@ def plan_bins(lengths_N, max_tokens, replicas, parallel=None):
 STEP, UPDATE, CAPS = 5120, 1280, (24576, 49152)  # samples; positions of a training and of a log-prob row
 
 
-def question_lengths(samples: int) -> np.ndarray:
+def question_lengths(samples):
     """Like GSM8K: prompts of about 100 tokens, 8 answers of about 190 to each."""
     rng = np.random.default_rng(0)
     prompts = np.clip(rng.lognormal(np.log(95), 0.35, samples // 8), 30, 512).repeat(8)
     return (prompts + np.clip(rng.lognormal(np.log(170), 0.5, samples), 20, 1024)).astype(np.int64)
 
 
-def long_lengths(samples: int) -> np.ndarray:
+def long_lengths(samples):
     """Of about 1,100 tokens, with a tail to 8,192."""
     return np.clip(np.random.default_rng(0).lognormal(np.log(700), 1.0, samples), 50, 8192).astype(np.int64)
 
@@ -71,7 +71,7 @@ def test_attention_pads_little_replicas_work_alike_and_planning_is_fast(lengths,
 # ---------------------------------------------------------------- prompts that answers share
 
 
-def answers(prompts: list[list[int]], *lengths: int, **given) -> list[Sample]:
+def answers(prompts: list[list[int]], *lengths, **given) -> list[Sample]:
     """Answers of these lengths to each prompt, no two the same."""
     return [
         Sample(group, prompt, [100 + 10 * group + i] * n, [-1.0] * n, True, "", "s", **given)
@@ -111,7 +111,7 @@ def test_tokens_and_routes_decide_what_is_shared():
     assert batch.prompts_N.tolist() == [4, 4]
 
 
-def plan_rows(batch, cap, replicas=1, *overrides: str):
+def plan_rows(batch, cap, replicas=1, *overrides):
     return packing.plan_rows(batch, [*range(len(batch.lengths_N))], cap, replicas, tiny_config(*overrides))
 
 

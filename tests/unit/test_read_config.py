@@ -12,7 +12,7 @@ from megatron_bridge import megatron_fields
 
 
 @pytest.mark.parametrize(
-    ("text", "value"),
+    "text, value",
     [
         ("1e-6", 1e-6), ("1E5", 1e5), ("1.5e3", 1500.0), ("-.5e3", -500.0), ("1_0e2", 1000.0), ("1.0e-6", 1e-6),
         ("1_000", 1000), (".inf", math.inf), ("1e", "1e"), ("e5", "e5"), ("1e5m", "1e5m"), ("on", True),
@@ -30,7 +30,7 @@ def file(tmp_path):
     """Write a file over one with the keys that have no default; returns its path."""
     (tmp_path / "base.yaml").write_text("model: {path: m}\ndata: {train: d}\ntrain: {lr: 1e-5}\n")
 
-    def write(text: str = "") -> str:
+    def write(text=""):
         (tmp_path / "config.yaml").write_text(f"base: base.yaml\n{text}")
         return str(tmp_path / "config.yaml")
 
@@ -50,7 +50,7 @@ def test_overrides_lie_over_a_file_over_its_base(file):
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    "text, message",
     [
         ("seed: 1\nseed: 2\n", "found duplicate key seed"),
         ("train: {lr: 1, 'lr': 2}\n", "found duplicate key lr"),
@@ -75,7 +75,7 @@ def test_the_table_of_other_trainers_names_keys_of_ours():
 
 
 @pytest.mark.parametrize(
-    ("key", "said"),
+    "key, said",
     [
         ("actor_rollout_ref.rollout.n", "here rollout.group_size"),
         ("algorithm.kl_ctrl.kl_coef", "here algo.kl_coef"),

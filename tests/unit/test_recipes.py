@@ -16,11 +16,11 @@ from tests.conftest import build_model, tiny_config, tiny_model
 F64 = {"rtol": 1e-12, "atol": 1e-12}
 
 
-def f64(*values: float) -> torch.Tensor:
+def f64(*values):
     return torch.tensor(values, dtype=torch.float64)
 
 
-def losses(script, kind: str, p: torch.Tensor, old: torch.Tensor, advantages, mask, sequence, **keys) -> tuple:
+def losses(script, kind, p, old, advantages, mask, sequence, **keys):
     """The loss of each token, its gradient by log p, and what counts as clipped."""
     logp = p.log().requires_grad_()
     algo = AlgoConfig(loss=kind, **keys)

@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ from tools.report import Run, build_page, curve, main, read_group
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 
 
-def sample(**values) -> dict:
+def sample(**values):
     """A line of rollouts/."""
     usual = {
         "group": 0, "prompt_ids": [8, 2, 12], "response_ids": [2, 8, 0], "rollout_logp": [-0.5, -1.25, -0.001],
@@ -101,7 +100,7 @@ SAMPLES = [{"response_ids": [3, 4, 0], "rollout_logp": [-0.5, -0.25, -1.0], "rew
 WEIGHTS = {"embed": torch.arange(6.0).view(2, 3), "norm": torch.zeros(3)}
 
 
-def write_run(folder: Path, metrics=METRICS, samples=SAMPLES, weights=WEIGHTS) -> str:
+def write_run(folder, metrics=METRICS, samples=SAMPLES, weights=WEIGHTS):
     """The output folder of a run; returns its path."""
     for name in ("rollouts", "hf/step_000002"):
         (folder / name).mkdir(parents=True)
@@ -118,7 +117,7 @@ def test_runs_that_differ_in_times_alone_are_equal(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("change", "wanted"),
+    "change, wanted",
     [
         ({"metrics": [METRICS[0], METRICS[1] | {"reward/mean": 0.30000000000000004}]},
          "first difference: line 2, step 2: reward/mean: A 0.3, B 0.30000000000000004\n"),

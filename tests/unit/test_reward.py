@@ -24,7 +24,7 @@ from tests.pools import FILES, JUDGE, fenced, grade, grade_with, pool_of
 # ---------------------------------------------------------------- rewards that compare
 
 
-def boxed(expression: str) -> str:
+def boxed(expression):
     return f"so it is \\boxed{{{expression}}}."
 
 
@@ -38,7 +38,7 @@ NUMBERS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("text", "number"), NUMBERS)
+@pytest.mark.parametrize("text, number", NUMBERS)
 def test_final_number(text, number):
     assert reward.final_number(text) == (number and reward.Decimal(number))
 
@@ -75,7 +75,7 @@ def test_math_by_example(boxes, texts, value):
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "answer", "options", "value"),
+    "name, text, answer, options, value",
     [
         ("gsm8k", "it is 1072.00 clips.", "48/2 = <<48/2=24>>24 clips in May.\n#### 1,072", {}, 1),
         ("gsm8k", "#### 1073", "#### 1,072", {}, 0),
@@ -106,7 +106,7 @@ LETTERS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("text", "letter"), LETTERS)
+@pytest.mark.parametrize("text, letter", LETTERS)
 def test_chosen_letter(text, letter):
     assert reward.chosen_letter(text) == letter
 
@@ -156,7 +156,7 @@ SHARE = {"partial": True}
 
 
 @pytest.mark.parametrize(
-    ("text", "tests", "options", "value"),
+    "text, tests, options, value",
     [
         (DOUBLE, ASSERTS[:2], {}, 1.0), (DOUBLE, ASSERTS, {}, 0.0), (DOUBLE, ASSERTS, SHARE, 2 / 3),
         ("```python\nwrong\n```\nbetter: " + DOUBLE, ASSERTS[:1], {}, 1.0),
@@ -181,7 +181,7 @@ def test_code(text, tests, options, value):
 
 
 @pytest.mark.parametrize(
-    ("function", "answer", "row", "options", "said"),
+    "function, answer, row, options, said",
     [
         (reward.gsm8k, "none", {}, {}, "holds no number"), (reward.multiple_choice, "42", {}, {}, "no letter"),
         (reward.length_penalty, "", {}, {"limit": 2, "unit": "tokens"}, "legal are characters, words"),
@@ -247,7 +247,7 @@ def endpoint():
 def test_remote_tries_again_then_says_why(endpoint):
     address, asked, replies = endpoint
 
-    def ask(*given: tuple[int, str], url: str = address) -> dict:
+    def ask(*given: tuple[int, str], url=address):
         replies[:] = given
         return remote.remote("abc", "a", {"n": 1}, url=url, backoff_s=0.01)
 
@@ -293,7 +293,7 @@ def test_models_beside_other_rewards(reward_model):
     scorer = transformers.AutoModelForSequenceClassification.from_pretrained(reward_model)
     tokenizer = transformers.AutoTokenizer.from_pretrained(reward_model)
 
-    def score(*given: str) -> float:
+    def score(*given):
         with torch.inference_mode():
             return scorer(**tokenizer(*given, return_tensors="pt")).logits.item()
 
@@ -304,7 +304,7 @@ def test_models_beside_other_rewards(reward_model):
     assert outcomes[7].status == "error" and "KeyError: 'prompt'" in outcomes[7].error
 
 
-def refusal(spec, **keys) -> str:
+def refusal(spec, **keys):
     """What is said against a reward before the start."""
     with pytest.raises(ValueError) as error:
         named_rewards.check(spec, RewardConfig(**keys))
@@ -312,7 +312,7 @@ def refusal(spec, **keys) -> str:
 
 
 def test_only_a_model_that_scores_is_a_reward_model(reward_model, tmp_path):
-    def model_at(path) -> dict:
+    def model_at(path):
         return {"functions": {"m": FILES["model"]}, "options": {"m": {"path": str(path)}}}
 
     named_rewards.check("m", RewardConfig(**model_at(reward_model)))
@@ -465,7 +465,7 @@ PLACES = {  # of a function → what is said
 
 
 @pytest.mark.parametrize(
-    ("spec", "keys", "said"),
+    "spec, keys, said",
     [
         ("gsmk8", {}, "must be one of exact, gsm8k, math, multiple_choice, format, length, custom"),
         ({"math": 1.0, "fromat": 1.0}, {}, "unknown reward 'fromat'; it must be one of exact"), ({}, {}, "is no reward"),

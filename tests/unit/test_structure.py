@@ -60,7 +60,7 @@ def test_the_index_has_every_page_and_users_have_no_more():
     assert names == ["README.md"] and len(list(REPO.glob("docs/*.md"))) <= 22, "21 pages and their index"
 
 
-def slug(heading: str) -> str:
+def slug(heading):
     """The anchor of a heading."""
     return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
 

@@ -30,7 +30,7 @@ def test_a_span_counts_at_the_token_with_which_it_is_complete(script):
         eos_token="<eos>", pad_token="<pad>",
     )  # fmt: skip
 
-    def places(ids: list[int], spans: list) -> list[int]:
+    def places(ids: list[int], spans) -> list[int]:
         text = bpe.batch_decode([ids], skip_special_tokens=True)[0]
         sample = SimpleNamespace(response_ids=np.array(ids, "i4"), text=text)
         outcome, rows = script.credit.locate_rewards(Outcome({"reward": spans}), sample, bpe)
@@ -51,7 +51,7 @@ def test_a_span_counts_at_the_token_with_which_it_is_complete(script):
     assert places([bpe.eos_token_id], [[0, 0, 1.0]]) == [0]  # an answer without a text
 
 
-def made(script, group: int, length: int, rows: list | None, **parts: float):
+def made(script, group, length, rows: list | None, **parts):
     """An answer to a prompt of two tokens; rows: (place, reward) of its single tokens."""
     sample = script.Sample(group, [1, 2], [3] * length, [-1.0] * length, True, "", "")
     sample.reward_parts = dict(parts)
@@ -63,7 +63,7 @@ def made(script, group: int, length: int, rows: list | None, **parts: float):
     return sample
 
 
-def advantages(script, samples: list, credit: str = "to_go", **keys) -> list[list[float]]:
+def advantages(script, samples, credit="to_go", **keys) -> list[list[float]]:
     """Of each response token of each answer, as the samples note them, which is how the batch has them."""
     algo = AlgoConfig(**keys).model_copy(update={"credit": credit})
     batch = script.add_advantages(samples, script.flatten(samples), algo, RewardConfig(default={"own": 1.0}))
@@ -73,7 +73,7 @@ def advantages(script, samples: list, credit: str = "to_go", **keys) -> list[lis
 
 
 @pytest.mark.parametrize(
-    ("keys", "want"),
+    "keys, want",
     [
         # From each token on: 1, 1, 0, 0; 2, 2, 1; 0, 0. The first two: mean 1, std 1. The third: 0, 1 and 0 (held):
         # mean 1/3, variance (1 + 4 + 1) / 9 / 2; so the fourth, with 1 and 0 held.

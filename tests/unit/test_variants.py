@@ -19,12 +19,12 @@ from tests.conftest import tiny_config
 F64 = {"rtol": 1e-12, "atol": 1e-12}
 
 
-def f64(*values: float) -> torch.Tensor:
+def f64(*values):
     return torch.tensor(values, dtype=torch.float64)
 
 
 @pytest.mark.parametrize(
-    ("kind", "want"),
+    "kind, want",
     [
         ("none", [0, 0, 0, 0]),
         # Rewards 1, 0, 0, 3: mean 1, squared deviations 0, 1, 1, 4, so s = sqrt(6 / 3).
@@ -100,7 +100,7 @@ LN = [math.log(p) for p in (0.8, 0.6, 0.35, 0.2)]
 
 
 @pytest.mark.parametrize(
-    ("options", "rises", "falls"),
+    "options, rises, falls",
     [
         # old p = 1/2, and now 0.8, 0.6, 0.35, 0.2: ratios 1.6, 1.2, 0.7, 0.4, bounds 0.75 and 1.5. Losses at A = 1, -1.
         ({"loss": "ppo_clip"}, [-1.5, -1.2, -0.7, -0.4], [1.6, 1.2, 0.75, 0.75]),
@@ -123,7 +123,7 @@ def test_policy_losses_by_hand(options, rises, falls):
 
 
 @pytest.mark.parametrize(
-    ("options", "weights", "outside"),
+    "options, weights, outside",
     [
         # w = 4, 0.5 in sequence 0 (product 2, geometric mean sqrt 2), 0.25 in sequence 1; the first token is a prompt
         ({"correction": "none"}, [1, 1, 1], [1, 0, 0]),
@@ -146,7 +146,7 @@ def test_mismatch_weights_by_hand(options, weights, outside):
 
 
 @pytest.mark.parametrize(
-    ("kind", "want"),
+    "kind, want",
     [
         # Five answers of 3 tokens, 1, none, 4 that are left out of the loss, 2; one more not chosen: T = 6, N = 3.
         ("token_mean", [1, 1, 0, 0, 1, 0]),
@@ -165,7 +165,7 @@ def test_loss_weights_by_hand_and_by_the_formulas(kind, want):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "hint"),
+    "overrides, hint",
     [
         (["algo.loss=ipo"], "algo.old_logp=rollout"),  # a mask against the trainer's own first update holds nothing
         (["algo.loss=ipo", "algo.old_logp=rollout"], None),
