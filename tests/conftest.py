@@ -1,5 +1,6 @@
 """One tiny model, one way to start a run, the runs that many quick tests read, and what several tests check of runs."""
 
+import contextlib
 import gc
 import gzip
 import hashlib
@@ -120,6 +121,11 @@ def wrap(monkeypatch, module, name, around):
 
 def write_rows(path, rows: list[dict]):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def refused(error, message):
+    """Expects the error with this message, a pattern; None if no error is expected."""
+    return contextlib.nullcontext() if message is None else pytest.raises(error, match=message)
 
 
 class Outputs:

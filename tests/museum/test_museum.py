@@ -1,13 +1,11 @@
 """Each exhibit is still one line away, and is noticed as its record says; healthy runs and right forks are not."""
 
-import contextlib
-
 import pytest
 
 import train_grpo
 from config import TrainingError
 from grpo.parts.data import prompts
-from tests.conftest import tiny_config
+from tests.conftest import refused, tiny_config
 from tests.museum import runs
 from tests.museum.exhibits import EXHIBITS, SETTINGS
 from tests.museum.forks import FORKS
@@ -40,7 +38,7 @@ def test_a_template_applied_twice_is_refused(tokenizer):
     tokenizer.bos_token = "<eos>"
     for text, error in OPENINGS.items():
         prompt = prompts.Prompt(tokenizer(text)["input_ids"], "", "", {"prompt": text})
-        with pytest.raises(ValueError, match=error) if error else contextlib.nullcontext():
+        with refused(ValueError, error):
             prompts.check_opening(prompt, tiny_config("data.chat_template=true").data, tokenizer)
 
 

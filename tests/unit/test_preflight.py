@@ -1,6 +1,5 @@
 """The checks before the start, and what running out of memory means."""
 
-import contextlib
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,7 +9,7 @@ import torch
 from config import UserError
 from grpo.parts.base import ranks, versions
 from grpo.run.preflight import machines
-from tests.conftest import tiny_config
+from tests.conftest import refused, tiny_config
 
 
 def test_the_output_folder_and_its_disk(tiny, tmp_path, monkeypatch):
@@ -55,8 +54,8 @@ def test_a_gpu_is_not_left_unused_by_mistake(monkeypatch):
     for driver, vllm in (("580.1", None), (None, "0.32.0"), ("580.1", "0.32.0")):
         monkeypatch.setattr(versions, "driver", lambda driver=driver: driver)
         monkeypatch.setattr(versions, "version_of", {"vllm": vllm}.get)
-        refused = pytest.raises(UserError, match=r"^torch sees no GPU, .*: python -m tools\.doctor says why")
-        with refused if driver and vllm else contextlib.nullcontext():
+        message = r"^torch sees no GPU, .*: python -m tools\.doctor says why"
+        with refused(UserError, message if driver and vllm else None):
             machines.check_without_gpu(tiny_config())
 
 
@@ -88,5 +87,5 @@ def test_what_is_said_where_something_is_missing(monkeypatch, env, gpus, header,
     monkeypatch.setattr(versions, "build_tools", lambda: {"C compiler": "/usr/bin/gcc", "Python.h": header})
     for name, value in gpus.items():
         monkeypatch.setattr(machines.torch.cuda, name, lambda *_, value=value: value)
-    with pytest.raises(UserError, match=message) if message else contextlib.nullcontext():
+    with refused(UserError, message):
         machines.check_start(cfg)
