@@ -147,7 +147,6 @@ def test_the_gradients_of_copies_are_added_up_in_fp32():
         ("qwen2_moe", {"sliding_window": 8, "use_sliding_window": True}, "for all layers alike"),
         ("qwen3_moe", {"sliding_window": 8, "use_sliding_window": True}, 8),
         ("llama", {"sliding_window": 8}, "for all layers alike"),  # which transformers does not read, and vLLM does
-        ("llama", {}, None),
     ],
 )
 def test_the_window_of_a_model(arch, settings, window):

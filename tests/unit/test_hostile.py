@@ -256,7 +256,7 @@ def test_workers_end_with_the_program_that_started_them(tmp_path):
 
 
 def test_modules_of_the_working_directory_do_not_shadow_those_of_the_worker(tmp_path, monkeypatch):
-    for name in ("reward.py", "config.py", "json.py", "support/__init__.py", "grpo/step/grading.py"):
+    for name in ("reward.py", "config.py", "json.py", "grpo/__init__.py", "grpo/step/grading.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("raise SystemExit('the wrong module')")
     monkeypatch.chdir(tmp_path)

@@ -172,7 +172,6 @@ def test_loss_weights_by_hand_and_by_the_formulas(kind, want):
         (["algo.loss=ipo", "train.updates_per_step=2"], None),
         (["algo.loss=gspo", "algo.correction=tis"], "algo.correction_level=sequence"),  # one weight an answer
         (["algo.loss=gspo", "algo.correction=tis", "algo.correction_level=sequence"], None),
-        (["algo.loss=gspo"], None),
         (["algo.correction=tis"], None),
     ],
 )
