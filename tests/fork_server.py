@@ -57,6 +57,7 @@ class ForkServer:
         """
         if self.process is None:
             self.start()
+
         port = free_port()
         world = {
             "WORLD_SIZE": str(nproc), "LOCAL_WORLD_SIZE": str(nproc), "MASTER_PORT": str(port),
@@ -64,10 +65,12 @@ class ForkServer:
         }  # fmt: skip
         env = {**os.environ, **world, **env, **self.settings}
         ranks = [{**env, "RANK": str(n), "LOCAL_RANK": str(n)} for n in range(nproc)]
+
         printed.touch()
         job = {"printed": str(printed), "command": [str(script), *arguments], "ranks": ranks, "port": port}
         self.process.stdin.write(json.dumps(job) + "\n")
         self.process.stdin.flush()
+
         output = select.poll()  # select.select takes no descriptor above 1,023, and a long session of tests has more
         output.register(self.process.stdout, select.POLLIN)
         answer = self.process.stdout.readline() if output.poll(1000 * seconds) else ""
@@ -139,6 +142,7 @@ def start_rank(command: list[str], env: dict[str, str], output):
     pid = os.fork()
     if pid:
         return pid
+
     os.setsid()
     processes.die_with_parent()
     os.environ.clear()
@@ -146,6 +150,7 @@ def start_rank(command: list[str], env: dict[str, str], output):
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(output, 1)
     os.dup2(output, 2)
+
     sys.argv = command
     code = 0
     try:
@@ -157,6 +162,7 @@ def start_rank(command: list[str], env: dict[str, str], output):
     except BaseException:
         traceback.print_exc()
         code = 1
+
     threading._shutdown()  # the end of a Python program: waiting for threads, then what is registered
     atexit._run_exitfuncs()
     os._exit(code)  # without freeing each module, which would copy all memory that the ranks share

@@ -10,6 +10,7 @@ def qwen3_5(hidden, layers, heads, kv_heads, value_heads, tied, **feed_forward):
     """Of a model that sees images: the config of its language model, which alone is trained, is within."""
     kind = "qwen3_5_moe" if "num_experts" in feed_forward else "qwen3_5"
     rope = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25, "mrope_section": [11, 11, 10]}
+
     text = {
         "model_type": f"{kind}_text", "hidden_size": hidden, "num_hidden_layers": layers, "head_dim": 256,
         "layer_types": ([*["linear_attention"] * 3, "full_attention"] * layers)[:layers], "vocab_size": 248320,
@@ -19,6 +20,7 @@ def qwen3_5(hidden, layers, heads, kv_heads, value_heads, tied, **feed_forward):
         "attn_output_gate": True, "rms_norm_eps": 1e-6, "tie_word_embeddings": tied,
         "rope_parameters": rope | {"mrope_interleaved": True}, **feed_forward,
     }  # fmt: skip
+
     family = "Qwen3_5MoeForConditionalGeneration" if kind.endswith("moe") else "Qwen3_5ForConditionalGeneration"
     return {
         "architectures": [family], "model_type": kind, "tie_word_embeddings": tied, "text_config": text,

@@ -98,6 +98,7 @@ def test_a_full_disk(start, check_the_end, tmp_path, request):
     if done.returncode:
         pytest.skip(f"no file system can be mounted here: {done.stderr.strip()}")
     request.addfinalizer(lambda: subprocess.run(["umount", "-l", folder], check=True))
+
     for step, room in ((3, 1 << 20), (7, 0)):  # room for logs but not for a checkpoint; for nothing
         job = start(2, *JOB)
         wait_for_step(job, step)
@@ -108,6 +109,7 @@ def test_a_full_disk(start, check_the_end, tmp_path, request):
                 with contextlib.suppress(OSError):
                     os.posix_fallocate(file.fileno(), size, max(free, 1))
                 time.sleep(0.05)
+
         assert job.end() == 1
         said = r"\nerror: .*No space left on device.*[Mm]ake room, then go on with resume=auto"
         assert re.search(said, job.own_text, re.IGNORECASE) and "Traceback" not in job.own_text, job.text
@@ -180,11 +182,13 @@ def test_a_job_that_must_stop_saves_and_is_requeued_and_one_that_fails_is_not(tm
     job = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NODELIST": "localhost", "SLURM_JOB_NUM_NODES": "1"}
     path = f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     env = os.environ | job | {"SLURM_GPUS_ON_NODE": "2", "PATH": path}
+
     script = subprocess.Popen(["bash", REPO / "docs/train_grpo.sbatch", how], cwd=tmp_path, env=env)
     wait_until(lambda: len(list(tmp_path.glob("ready.*"))) == 2, 120)
     if how == "stops":
         script.send_signal(signal.SIGUSR1)
     assert script.wait(60) == 1  # torchrun's, of either
+
     srun, *calls = (tmp_path / "calls").read_text().splitlines()
     assert srun.startswith("srun --kill-on-bad-exit=1 torchrun --nnodes=1 --nproc_per_node=2 ")
     assert srun.endswith(f" --rdzv-endpoint=localhost:29400 train_grpo.py {how} resume=auto")

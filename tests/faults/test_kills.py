@@ -33,6 +33,7 @@ def test_kills_change_nothing(start, train_forked, tmp_path, request):
     undisturbed = train_forked(2, *JOB, out=tmp_path / "undisturbed", code=0)
     expected = result_of(undisturbed)
     step_s = statistics.median(line["time/step"] for line in undisturbed.metrics)
+
     runs = request.config.getoption("--kills")
     for number in range(runs):
         out = tmp_path / f"run_{number:03d}"
@@ -44,6 +45,7 @@ def test_kills_change_nothing(start, train_forked, tmp_path, request):
         for pid in [job.process.pid, *ranks] if rng.random() < 0.7 else [rng.choice(ranks)]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+
         killed += job.end() != 0
         check_complete(out)
         again = train_forked(2, *JOB, out=out, code=0)
@@ -51,5 +53,6 @@ def test_kills_change_nothing(start, train_forked, tmp_path, request):
         found = result_of(again)
         assert not [name for name in expected | found if found.get(name) != expected.get(name)], out
         shutil.rmtree(out)
+
     print(f"{killed} of {runs} kills came before the end; resumed {resumed}")
     assert killed > runs / 2

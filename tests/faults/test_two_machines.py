@@ -58,6 +58,8 @@ def test_a_machine_that_comes_late_stands_still_and_then_dies(machine, check_the
     time.sleep(5)  # nobody holds the rendezvous that it looks for
     first = machine(0)
     first.wait_for(rf"\] +2/{STEPS} ")
+
+    # A pause is no alarm.
     ranks = [psutil.Process(pid) for pid in second.ranks().values()]
     for rank in ranks:
         rank.suspend()
@@ -66,6 +68,8 @@ def test_a_machine_that_comes_late_stands_still_and_then_dies(machine, check_the
         rank.resume()
     first.wait_for(rf"\] +3/{STEPS} ")
     assert "watchdog" not in first.text and "resume:  after" not in first.text, first.text
+
+    # A death is one, and another machine takes its place.
     second.kill()
     text = check_the_end(first, machine(1))
     assert re.search(r"\nerror: rank [01], in the phase \w+: another rank is gone \(.*go on with resume=auto\n", text)

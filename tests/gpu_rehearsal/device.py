@@ -321,6 +321,7 @@ def patch_cuda():
     }  # fmt: skip
     for name, answer in answers.items():
         setattr(torch.cuda, name, lambda *args, answer=answer: answer)
+
     torch.cuda._lazy_call = lambda call, **kwargs: call()
     torch.cuda.Stream = torch.cuda.Event = Stream
     torch.cuda.current_stream = torch.cuda.default_stream = Stream
@@ -328,6 +329,7 @@ def patch_cuda():
     torch.cuda.synchronize = synchronize
     torch.cuda.empty_cache = lambda: WAITS.note("empty_cache")
     torch.cuda.nvtx.range_push = torch.cuda.nvtx.range_pop = lambda *args: None
+
     torch.cuda.default_generators = (GENERATOR,)
     for module in (torch.cuda, torch.cuda.random):
         module.manual_seed = module.manual_seed_all = lambda seed: GENERATOR.manual_seed(int(seed))

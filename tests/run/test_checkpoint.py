@@ -45,6 +45,8 @@ def test_resume_is_exact(shared, train_forked, tmp_path):
     """The shared run goes on from its own first step, since the newest checkpoint is damaged: the same bits again."""
     out = tmp_path / "out"
     shutil.copytree(shared.out, out)
+
+    # One bit of the newest checkpoint is turned, and there are traces of a fourth step.
     shutil.rmtree(out / "checkpoints/step_000002")
     file = next((out / "checkpoints/step_000003").glob("rank_*.safetensors"))
     data = bytearray(file.read_bytes())
@@ -54,13 +56,16 @@ def test_resume_is_exact(shared, train_forked, tmp_path):
         log.write('{"step": 4, "rew')
     for name in ("step_000004.jsonl", "eval_000004.jsonl", "step_000002.jsonl.tmp", "my_notes.txt"):
         (out / "rollouts" / name).touch()
+
     resumed = train_forked(2, *shared.overrides, "resume=auto", "train.keep_last=2", out=out)
     assert resumed.code == 0 and "has changed since it was written" in resumed.text, resumed.text
     assert "after step 1" in resumed.text and "ends in half a line" in resumed.text
+
     assert equal(shared.weights(3), resumed.weights(3))
     assert lasting(resumed.metrics) == lasting(shared.metrics)
     for path in shared.out.glob("rollouts/*"):
         assert (out / "rollouts" / path.name).read_bytes() == path.read_bytes()
+
     left = {path.name for path in (out / "rollouts").iterdir()} - {path.name for path in shared.out.glob("rollouts/*")}
     assert left == {"my_notes.txt"}
     kept = {path.name for path in (out / "checkpoints").iterdir()}

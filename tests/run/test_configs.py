@@ -29,6 +29,7 @@ def test_a_config_dry_runs(path, more, tiny, tmp_path, monkeypatch, capsys):
     cfg = load_config(str(path), [])
     p = cfg.parallel
     ranks = math.lcm(p.tp * p.pp * p.cp, p.etp * p.ep * p.pp, cfg.rollout.tp)
+
     shapes = [f"model.path={tiny / 'model'}", "data.max_prompt_tokens=8"]
     if cfg.model.path in hub_models.SHAPES:
         ranks = hub_models.world_size(path)
@@ -38,10 +39,12 @@ def test_a_config_dry_runs(path, more, tiny, tmp_path, monkeypatch, capsys):
         for folder in tmp_path.iterdir():
             for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
                 shutil.copy(tiny / "model" / file, folder)
+
     rows = tiny / "train.jsonl"
     data = [f"data.train={rows}", "data.prompt_key=prompt", "data.answer_key=answer", "data.custom=null"]
     if cfg.data.eval is not None:
         data.append(f"data.eval={rows}")
+
     command = ["--config", str(path), "--dry-run", "--world-size", str(ranks), "--gpu-memory-gb", "80"]
     assert train_grpo.main([*command, *shapes, *data, *more.split()]) == 0, capsys.readouterr().err
     out = capsys.readouterr().out

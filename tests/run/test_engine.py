@@ -140,11 +140,13 @@ def test_answers_end_at_their_stops(train_forked, tmp_path, tiny):
         "train.eval_every=2", f"data.eval={tiny / 'train.jsonl'}", "eval.stop=[]",
     )  # fmt: skip
     assert run.code == 0 and "warning: step" not in run.text, run.text
+
     comparison = repeat(read_run(run.out))
     assert not comparison.parted(), comparison.table()
     answers = [row for step in (1, 2) for row in run.rollouts(step) if row["finished"]]
     assert {row["response_ids"][-1] for row in answers} >= {0, 1, 3, 15, 16}  # <eos>, <pad>, the 1 of 31, =, 7+8
     assert all(row["text"].endswith("7+8") for row in answers if row["response_ids"][-1] == 16)
+
     evaluated = run.rollouts(2, "eval")
     assert any(16 in row["response_ids"][:-1] for row in evaluated)
     assert any(len(row["turns"]) > 1 for row in evaluated)

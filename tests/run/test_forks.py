@@ -134,6 +134,7 @@ def test_a_critic_goes_on_as_if_it_had_not_been_stopped(tiny, tmp_path):
     """And learns the same on one rank, and on two that share a layer or the layers, as on two replicas."""
     keys = ("algo.advantage=gae", "algo.critic_lr=1e-3", "train.steps=4", "train.save_every=2", "train.keep_last=0")
     keys += ("rollout.prompts_per_step=4", "rollout.group_size=4", "train.updates_per_step=2")
+
     sources = tmp_path / "fork"
     with server_of("critic", sources) as server:
         train = partial(train_fork, server, sources, tiny)
@@ -144,10 +145,12 @@ def test_a_critic_goes_on_as_if_it_had_not_been_stopped(tiny, tmp_path):
             train(tmp_path / f"layout{number}", *keys, "train.steps=2", *layout, nproc=2 if layout else 1)
             for number, layout in enumerate(layouts)
         ]
+
     for was, now in zip(whole.metrics[2:], resumed.metrics, strict=True):
         for name in ("reward/mean", "loss/total", "grad_norm", *(name for name in was if name.startswith("critic/"))):
             assert was[name] == now[name], name
     assert equal(whole.weights(4), resumed.weights(4))
+
     for layout, other in zip(layouts, others, strict=True):
         for was, now in zip(whole.metrics, other.metrics, strict=False):
             for name in ("critic/value_mean", "critic/squared_error", "grad_norm"):
@@ -165,6 +168,7 @@ def test_a_run_with_past_weights_goes_on_with_the_same_bits_and_on_another_layou
         "algo.teacher=self", "data.hint_key=answer", f"data.eval={tmp_path / 'eval.jsonl'}", "train.eval_every=3",
         "algo.correction=tis", "train.steps=4",
     )  # fmt: skip
+
     sources = tmp_path / "fork"
     with server_of("stale_samples", sources) as server:
         train = partial(train_fork, server, sources, tiny)
@@ -172,6 +176,7 @@ def test_a_run_with_past_weights_goes_on_with_the_same_bits_and_on_another_layou
         resume = f"resume={straight.out}/checkpoints/step_000002"
         resumed = train(tmp_path / "resumed", *keys, resume)
         on_stages = train(tmp_path / "stages", *keys, resume, "parallel.pp=2")
+
     sampled_with = {
         ("step", 3): tiny / "model", ("step", 4): straight.out / "hf/step_000001",
         ("eval", 3): straight.out / "hf/step_000003",
@@ -181,10 +186,12 @@ def test_a_run_with_past_weights_goes_on_with_the_same_bits_and_on_another_layou
         for row in straight.rollouts(step, kind):
             ((logp, _),) = model.answers_logp(weights, [row["prompt_ids"]], [row["response_ids"]], 1.0)
             assert (logp - torch.tensor(row["rollout_logp"])).abs().max() < 1e-4, (kind, step)
+
     steps = [line for line in straight.metrics if line["step"] > 0]  # the first line is an evaluation alone
     assert all(line["logp_gap/max"] < 1e-5 for line in steps)
     assert [line["mismatch/k3"] > 1e-6 for line in steps] == [False, True, True, True]
     assert [line["kl/k2"] > 1e-9 for line in steps] == [False, True, True, False]  # taken anew at step 4
+
     assert lasting(resumed.metrics) == lasting(steps)[2:]
     assert equal(resumed.weights(4), straight.weights(4))
     for was, now in zip(steps[2:], on_stages.metrics, strict=True):

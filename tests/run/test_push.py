@@ -62,14 +62,17 @@ def test_keys_and_values_are_told_from_queries_on_any_number_of_ranks(monkeypatc
     )
     parts = [torch.randn(rows, *[24][bias:]).to(torch.bfloat16) for rows in (64, 32, 32)]
     whole = bridge.merge_parts("qkv", parts, hf)
+
     model, everywhere = [SimpleNamespace(hf_config=hf)], []
     monkeypatch.setattr(bridge.mpu, "get_expert_model_parallel_rank", lambda: 0)
     kind = "bias" if bias else "weight"
     name = f"decoder.layers.0.self_attention.linear_qkv.{kind}"
+
     for rank, shard in enumerate(whole.chunk(tp)):
         monkeypatch.setattr(bridge, "named_weights", lambda _: {name: shard})  # noqa: B023
         monkeypatch.setattr(bridge, "shard_group", lambda _: (SimpleNamespace(rank=lambda: rank), tp))  # noqa: B023
         everywhere.append(shard_digests(bridge.hf_shards(model)))
+
     queries, *keys_values = stacked(map(digest, parts))
     found = add_up([f"model.layers.0.self_attn.qkv_proj.{kind}"], everywhere)
     assert np.array_equal(found[:, 0], [queries, sum(keys_values)])
@@ -85,11 +88,13 @@ def test_a_digest_is_the_sum_over_parts_and_sees_any_bit(dtype):
         assert digest(whole) == [sum(sums) for sums in zip(*map(digest, parts), strict=True)]
     assert digest(torch.zeros(7, dtype=dtype)) == [0, 0]
     assert digest(whole.flatten()[3:10]) == digest(whole.flatten()[3:10].clone())  # not aligned
+
     bits = whole.clone().view({torch.float32: torch.int32, torch.bfloat16: torch.int16}[dtype])
     bits[5, 7] += 1
     assert digest(bits) != digest(whole)
     bits[70, 7] -= 1  # the sum is the old one again
     assert digest(bits) != digest(whole)
+
     swapped = whole.clone()
     swapped[[3, 5]] = whole[[5, 3]]
     assert digest(swapped) == digest(whole)

@@ -27,12 +27,15 @@ def publish(folder, arch) -> dict[str, torch.Tensor]:
     tiny_model(folder, arch, hidden=128, ffn=2, **LINEAR)
     held = load_file(folder / "model.safetensors").items()
     weights = {name: w if name.endswith(("A_log", "linear_attn.norm.weight")) else w.bfloat16() for name, w in held}
+
+    # Published experts are one tensor.
     for layer in range(2 if "moe" in arch else 0):
         block = f"model.layers.{layer}.mlp.experts"
         parts = [[weights.pop(f"{block}.{e}.{x}_proj.weight") for e in range(4)] for x in ("gate", "up", "down")]
         gate, up, weights[f"{block}.down_proj"] = map(torch.stack, parts)
         weights[f"{block}.gate_up_proj"] = torch.cat([gate, up], 1)
     weights = {name.replace("model.", "model.language_model.", 1): w for name, w in weights.items()}
+
     text = json.loads((folder / "config.json").read_text())
     vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 128}
     config = transformers.AutoConfig.for_model(
@@ -40,6 +43,7 @@ def publish(folder, arch) -> dict[str, torch.Tensor]:
     )
     config.architectures = [text["architectures"][0].replace("CausalLM", "ConditionalGeneration")]
     config.save_pretrained(folder)
+
     whole = transformers.AutoModelForImageTextToText.from_config(config).state_dict().items()
     weights |= {"mtp.fc.weight": torch.ones(8, 8)} | {name: w.bfloat16() for name, w in whole if "visual" in name}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
@@ -64,14 +68,17 @@ def test_a_run(train_forked, tiny, tmp_path, arch, keys):
     run = train_forked(2, *keys, "train.warmup_steps=0", code=0)
     assert all(metrics["sync/checked"] == 1 and metrics["logp_gap/mean"] < 0.03 for metrics in run.metrics)
     assert repeat(read_run(run.out, 3)).parted() == []
+
     trained, out = run.result(3), tmp_path / "again"
     shutil.copytree(run.out, out)
     shutil.rmtree(out / "checkpoints/step_000003")
     assert train_forked(2, *keys, "train.warmup_steps=0", "resume=auto", out=out, code=0).result(3) == trained
+
     others = {name: weight for name, weight in before.items() if name.startswith(("model.visual.", "mtp."))}
     assert f"note: {len(others)} tensors of model.path" in run.text
     after = run.weights(3)
     assert len(others) > 10 and all(torch.equal(weight, after[name]) for name, weight in others.items())
+
     export = run.out / "hf/step_000003"
     _, found = transformers.AutoModelForImageTextToText.from_pretrained(export, output_loading_info=True)
     assert not any(found.values())

@@ -107,8 +107,10 @@ def test_an_overflow_skips_the_update_and_halves_the_loss_scale(build, capsys):
         assert moved == (metrics["update/overflow"] == 0) == (metrics["update/skipped"] == 0)
         if moved:
             break
+
     assert moved and len(scales) > 1 and scales == [2.0 ** (15 - n) for n in range(len(scales))]
     assert f"overflowed: update skipped, loss scale 32768 → {scales[1]:g}" in capsys.readouterr().out
+
     state = fp16.scaler_state(run.optimizer)
     assert (state["scale"], state["growth_tracker"]) == (scales[-1], 1)
     fp16.set_scaler_state(run.optimizer, {**state, "scale": 4.0})
@@ -160,12 +162,15 @@ def test_what_leaves_while_vllm_samples_comes_back_the_same(repeatable, build):
         saved = sharded_state(run.model, run.optimizer, loading=False)
         losses = [[m[name] for name in ("loss/total", "kl/ref", "grad_norm", "reward/mean")] for m in metrics]
         found[offload] = (losses, weights(run), {key: part.data for key, part in saved.items()})
+
     losses, trained, saved = found["none"]
     assert all(loss[2] > 0 for loss in losses) and len(saved) > 20
     for other in ("grads", "optimizer"):
         assert found[other][0] == losses
         assert all(torch.equal(found[other][1][name], weight) for name, weight in trained.items())
         assert all(torch.equal(found[other][2][key], values) for key, values in saved.items())
+
+    # A resume reads the same.
     train_grpo.save(run, 3)
     checkpoint = run.writer.finish()
     run = build(*bf16, *where)

@@ -83,6 +83,7 @@ def test_a_teacher_has_no_gradients_and_changes_no_bit_of_what_it_does_not_teach
             (chunk,) = run.teacher.model
             assert not chunk.buffers and not any(weight.requires_grad for weight in chunk.parameters())
             assert not bridge.named_weights(run.teacher.model, factors=True)
+
     assert all(weight.numel() == 0 for weight in chunk.parameters())  # on the host: between its passes nothing is left
     for taught in trained[1:]:
         assert all(torch.equal(taught[name], weight) for name, weight in trained[0].items())

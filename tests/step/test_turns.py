@@ -194,9 +194,12 @@ def test_the_chat_template_writes_what_stands_between_two_answers():
     )
     data = SimpleNamespace(chat_template=True, template_kwargs={"prefix": "<think>"}, date=None)
     end, other = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<eos>"])
+
     between = "\n<|im_start|>user\n 12\n<|im_end|>\n<|im_start|>assistant\n<think>"
     assert tokenizer.decode(turns.reply_ids(" 12\n", end, tokenizer, data)) == between
     assert tokenizer.decode(turns.reply_ids(" 12\n", other, tokenizer, data)) == "<|im_end|>" + between
+
+    # The whole conversation written at once has the same tokens.
     chat = [("user", "hi"), ("assistant", "ho"), ("user", " 12\n")]
     whole = tokenizer.apply_chat_template(
         [{"role": role, "content": content} for role, content in chat], add_generation_prompt=True, tokenize=True,
@@ -207,6 +210,7 @@ def test_the_chat_template_writes_what_stands_between_two_answers():
     )
     answer = tokenizer(prompt + "ho<|im_end|>")["input_ids"]
     assert answer + turns.reply_ids(" 12\n", end, tokenizer, data) == whole  # as if all had been written at once
+
     for tokens, texts in (({end}, []), ({other}, ["</answer>", "im_end|>"])):
         assert not list(endless(Ends(tokens, texts, tokenizer), data))
     (said,) = endless(Ends({other}, ["</answer>"], tokenizer), data)

@@ -120,10 +120,12 @@ def test_chat_template_system_prompt_and_kwargs(tokenizer, tmp_path):
     assert [tokenizer.decode(p.ids) for p in load(tokenizer, tmp_path / "a.parquet", **options)] == ["+9-2=", "+7-3="]
     assert tokenizer.decode(load(tokenizer, tmp_path / "b.jsonl")[0].ids) == "-2"
     assert tokenizer.decode(load(tokenizer, tmp_path / "b.jsonl", chat_template=False)[0].ids) == "2"
+
     with pytest.raises(ValueError, match=r"data\.system_prompt .* only with data\.chat_template=true"):
         load(tokenizer, tmp_path / "b.jsonl", chat_template=False, **options)
     with pytest.raises(ValueError, match=r"a\.parquet, row 1: 'prompt' .* needs data\.chat_template=true"):
         load(tokenizer, tmp_path / "a.parquet", chat_template=False)
+
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(ValueError, match=r"b\.jsonl, row 1: .*chat template refuses.*roles must alternate"):
         load(tokenizer, tmp_path / "b.jsonl")

@@ -26,16 +26,19 @@ print("locked", flush=True)
 time.sleep(100)
 """
     out = tmp_path / "deep/out"
+
     holder = subprocess.Popen([sys.executable, "-c", program, str(out)], cwd=REPO, stdout=subprocess.PIPE)
     holder.stdout.readline()
     in_use = f"output_dir=.* is in use by process {holder.pid} on host .*choose another"
     with pytest.raises(UserError, match=in_use):
         lock_output_dir(out)
+
     out.mkdir()
     (out / "metrics.jsonl").touch()
     open_output_dir(out, "seed: 0\n", "none", 0)  # as the holder does; a folder moved aside changes nothing
     with pytest.raises(UserError, match=in_use):
         lock_output_dir(out)
+
     holder.kill()
     holder.wait()
     with lock_output_dir(out):

@@ -58,12 +58,14 @@ def nuclei_of(targets) -> tuple[list[int], torch.Tensor]:
 def test_the_head_is_that_of_float64(world, monkeypatch, dtype, logits, fused, rows, is_cut):
     bridge.init_model_parallel(tiny_config().parallel, seed=0)
     monkeypatch.setattr(head, "LOGITS_CHUNK", CHUNK)
+
     hidden, weight, targets, *grads = inputs(dtype, rows)
     own = (hidden.clone().requires_grad_(), weight.clone().requires_grad_())
     own[1].main_grad = torch.ones(weight.shape, device=ON)
     nuclei, is_out = nuclei_of(targets) if is_cut else ([], None)
     row = SimpleNamespace(replay={"nuclei": nucleus.Nuclei([np.array(nuclei, "i4")])}, tokens=targets)
     cuts = nucleus.places(row, np.ones(rows, bool), 0, V, CHUNK) if is_cut else None
+
     results = head.HeadLogp.apply(*own, targets, TEMPERATURE, True, logits, fused, cuts)
     grad_hidden, grad_weight = torch.autograd.grad(results, own, grads, retain_graph=not fused)
     if fused:
@@ -71,6 +73,7 @@ def test_the_head_is_that_of_float64(world, monkeypatch, dtype, logits, fused, r
         grad_weight = own[1].main_grad - 1
     else:  # the second time no logits are kept
         assert all(map(torch.equal, (grad_hidden, grad_weight), torch.autograd.grad(results, own, grads)))
+
     found = (*results, grad_hidden, grad_weight)
     wanted = exact(hidden, weight, targets, *grads, is_out)
     for name, own, expected in zip(("logp", "entropy", "hidden", "weight"), found, wanted, strict=True):

@@ -24,15 +24,18 @@ def logits(dtype, on) -> list[float]:
     logits_M[7, 2049:] = logits_M[8, :4096] = nucleus.LOW  # the first or the last block of a row, as a cut has it
     local_M = torch.tensor([0, 4999, 5000, -1, -3000, 9000, 7, 2048, 4096], device=on)
     here_M = (local_M >= 0) & (local_M < 5000)
+
     exact_M = (logits_M.double() / temperature).requires_grad_()
     max_M, log_z_M = exact_M.detach().amax(-1), exact_M.logsumexp(-1)
     probs_M = exact_M.softmax(-1)
     target_M = exact_M.gather(1, local_M.clamp(0, 4999)[:, None])[:, 0] * here_M
     entropy_M = log_z_M - (probs_M * exact_M).sum(-1)
     (wanted,) = torch.autograd.grad((target_M - log_z_M, entropy_M), exact_M, (*grads_M.double(),))
+
     top_M, sum_M, weighted_M, found_M = kernels.logits_stats(logits_M, local_M, temperature)
     of_target = torch.where(here_M, target_M - max_M, 0.0).detach()
     values = (top_M + sum_M.log(), log_z_M), (sum_M.log() - weighted_M / sum_M, entropy_M), (found_M, of_target)
+
     known_M = (local_M, top_M, sum_M.log(), sum_M.log() - weighted_M / sum_M, *grads_M)
     errors = [relative(found, exact.detach()) for found, exact in values]
     assert max(errors) < 1e-6, errors

@@ -34,6 +34,7 @@ def test_memory_by_phase(timer):
         kept = torch.ones(200 * MB // 4)
     with timer("sync"):
         pass
+
     found = timer.memory.numbers()
     gb = {name.removeprefix("mem/").removesuffix("_gb"): value for name, value in found.items()}
     assert 0.25 < gb["rollout_peak"] - gb["logprob_peak"] < 0.35

@@ -41,6 +41,7 @@ BF16 = {
 
 def test_the_count_is_that_of_a_real_rank_in_bf16(world, tiny):
     options = [f"model.path={tiny / 'model'}", "data.train=unused", "model.dtype=bf16", "algo.kl_coef=0.1"]
+
     found = {}
     for name, more in BF16.items():
         cfg = tiny_config(*options, *more)
@@ -48,9 +49,11 @@ def test_the_count_is_that_of_a_real_rank_in_bf16(world, tiny):
         found[name] = held_bytes(model, bridge.build_optimizer(model, cfg.train, cfg.megatron))
     bridge.mpu.destroy_model_parallel()
     train_grpo.dist.destroy_process_group()
+
     for name, more in BF16.items():
         gpu = plan.count(tiny_config(*options, *more), 1, 0).gpu
         assert [gpu.get(kind, 0) for kind in KINDS] == found[name], name
+
     weights, gradients, optimizer, reference = found["gpu"]
     padded, real = weights // 2, reference // 2
     assert gradients == 4 * padded and optimizer == 12 * real and padded - real < 128  # worked by hand
@@ -83,14 +86,17 @@ def peaks(cfg, prompt, answer) -> tuple[int, int]:
     model = build_model(cfg)
     optimizer = bridge.build_optimizer(model, cfg.train, cfg.megatron)
     weights, gradients, *_ = held_bytes(model, optimizer)
+
     ids = np.random.default_rng(0).integers(2, 4000, (4, answer)).tolist()
     samples = [train_grpo.Sample(n, [1] * prompt, ids[n], [-1.0] * answer, True, "", "") for n in range(4)]
     batch = train_grpo.flatten(samples)
+
     with Live() as scoring:
         old_logp = train_grpo.score(model, batch, cfg)
     batch = replace(
         batch, weights=batch.mask / batch.mask.sum(), advantages=torch.ones_like(old_logp), old_logp=old_logp
     )
+
     (row,) = to_micro_batches(batch, [0, 1, 2, 3], 512, cfg)
     with Live() as training:
         train_grpo.forward_backward(model, optimizer, [row], cfg)

@@ -135,12 +135,14 @@ def test_adam_on_the_host_makes_the_same_updates(world, small):
         assert embedding.equal(
             load_file(f"{small.model.path}/model.safetensors")["model.embed_tokens.weight"].flatten()
         )
+
         for number in range(3):
             made_up_update(model, optimizer, number)
         names = {weight: name for name, weight in bridge.named_weights(model).items()}
         found = {names[weight]: main.clone() for weight, (_, main) in main_weights(model, optimizer).items()}
         for name, weight in bridge.named_weights(model).items():  # what samples and trains is what Adam steps
             assert weight.detach().flatten().equal(found[name].bfloat16()), name
+
         hosts = [part.optimizer for part in optimizer.chained_optimizers if extra]
         assert all(host.cpu_optimizers and bool(host.gpu_optimizer) == ("pin_cpu_grads" in extra) for host in hosts)
         return found

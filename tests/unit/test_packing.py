@@ -42,10 +42,12 @@ def test_what_every_plan_keeps_to():
         parallel = ParallelConfig(
             tp=int(rng.choice([1, 2, 4])), pp=int(rng.choice([1, 2, 4])), vpp=int(rng.choice([1, 2]))
         )
+
         bins = plan_bins(lengths_N, cap, replicas, parallel)
         assert sorted(n for members in bins for n in members) == list(range(samples))
         assert max(lengths_N[members].sum() for members in bins) <= cap
         assert len(bins) % replicas == 0
+
         rounds = len(bins) // replicas
         assert rounds >= min(parallel.pp, samples // replicas)
         assert rounds % (parallel.pp if parallel.vpp > 1 else 1) == 0

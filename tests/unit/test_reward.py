@@ -132,6 +132,7 @@ def test_a_list_holds_several_right_answers():
         "x": "custom",
         "both": {"exact": 1, "gsm8k": 0},
     }
+
     outcomes = grade_with("exact", [(*job[:3], {}) for job in jobs], by_source=sources, custom=JUDGE)
     for (*job, wanted), outcome in zip(jobs, outcomes, strict=True):
         assert sum(outcome.parts.values()) == wanted if outcome.status == "ok" else wanted in outcome.error, job
@@ -345,7 +346,9 @@ def test_pool_works_while_the_caller_does_something_else(tmp_path):
     answers = {"{'a': 0.25, 'b': row['bonus']}": {"a": 0.25, "b": 0.5}, "len(os.read(0, 9))": {"reward": 0}}
     late, *outcomes = grade(pool, [("other", text, "", {"bonus": 0.5}) for text in ("time.sleep(99)", *answers)])
     assert late == Outcome(status="timeout") and [outcome.parts for outcome in outcomes] == [*answers.values()]
+
     assert grade(pool, [("math", "#### 4", "#### 4", {})] * 4) == [Outcome({"reward": 1.0})] * 4
+
     for _ in range(10):
         pool.submit("s", "time.sleep(0.05) or 5", "", {})
     time.sleep(2)  # 0.6 for the worker that was replaced, and 10 · 0.05 / 2 s of work
@@ -353,6 +356,7 @@ def test_pool_works_while_the_caller_does_something_else(tmp_path):
     outcomes = pool.collect()
     assert time.perf_counter() - start < 0.1
     assert [outcome.parts for outcome in outcomes] == [{"reward": 5.0}] * 10 and pool.collect() == []
+
     processes = [worker.process for worker in pool.workers if worker.process]
     pool.close()
     assert processes and all(process.poll() is not None for process in processes)
@@ -446,10 +450,12 @@ def test_a_file_is_an_ordinary_module_of_its_folder(tmp_path):
         "@dataclasses.dataclass\nclass Pair:\n    x: int = LIMIT\ndef double(x): return 2 * x\n"
         "def f():\n    with multiprocessing.get_context('fork').Pool(1) as pool: return pool.map(double, [Pair().x])\n"
     )
+
     program = (
         "import code, sys; from grpo.parts.base.user_code import load_function\n"
         "print([load_function('reward.custom', place)() for place in sys.argv[1:]], hasattr(code, 'Pair'))"
     )
+
     places = [f"{tmp_path}/{name}.py:f" for name in ("code", "kit/inner")]
     said = subprocess.check_output([sys.executable, "-c", program, *places], cwd=REPO, text=True)
     assert said == "[[14], 'kit'] False\n"  # `code` is Python's own

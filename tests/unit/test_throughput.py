@@ -51,10 +51,12 @@ def test_rates_by_hand(monkeypatch):
     monkeypatch.setattr(metrics.bridge.mpu, "get_data_parallel_world_size", lambda: 2)
     monkeypatch.setattr(metrics.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(metrics, "gpu_rate", lambda: 1e9)
+
     hf = SimpleNamespace(**works.MODELS["tiny"])
     cfg = tiny_config("train.epochs_per_step=2", "model.dtype=bf16")
     samples = [SimpleNamespace(positions=30), SimpleNamespace(positions=50)]
     reports = [{"real": 20, "attended": 200}, {"real": 12, "attended": 100}]
+
     found = metrics.speed_metrics(samples, reports, hf, cfg, {"step": 4.0, "train": 2.0})
     flops = metrics.train_flops(hf, 32, 300) / 2  # of one of the replica's two ranks
     assert found == {
