@@ -3,6 +3,7 @@
 import datetime
 import json
 import pickle
+from pathlib import Path
 from unittest import mock
 
 import datasets
@@ -37,8 +38,14 @@ VERL_KEYS = {"prompt_key": "prompt", "answer_key": "reward_model.ground_truth", 
 ROLES = "{% for m in messages %}{{ {'system': '+', 'user': '-'}[m.role] }}{{ m.content }}{% endfor %}"
 
 
-def write(path, rows: list[dict]):
+@pytest.fixture(autouse=True)
+def in_a_folder_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def write(name, rows: list[dict]):
     """`rows` as a file (or saved folder) of the type that the name says."""
+    path = Path(name)
     path.parent.mkdir(parents=True, exist_ok=True)
     table = datasets.Dataset.from_list(rows)
     if path.suffix == ".jsonl":
@@ -52,90 +59,91 @@ def write(path, rows: list[dict]):
         {".parquet": table.to_parquet, ".csv": table.to_csv, "": table.save_to_disk}[path.suffix](path)
 
 
-def load(tokenizer, train, vocab_size=16, **options):
-    names = list(map(str, train)) if isinstance(train, list) else str(train)
-    return load_prompts(DataConfig(train=names, **options), tokenizer, vocab_size)
+@pytest.fixture
+def load(tokenizer):
+    """load("a file", option=...) → its prompts."""
+    return lambda train, **options: load_prompts(DataConfig(train=train, **options), tokenizer, 16)
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.parquet", "stream.arrow", "file.arrow", "a.csv", "saved"])
-def test_every_format_gives_the_same_prompts(tokenizer, tmp_path, name):
-    write(tmp_path / name, ROWS)
-    prompts = load(tokenizer, str(tmp_path / name))
+def test_every_format_gives_the_same_prompts(load, tokenizer, name):
+    write(name, ROWS)
+    prompts = load(name)
     assert [(p.ids, p.answer, p.source) for p in prompts] == [
         (tokenizer(row["prompt"])["input_ids"], row["answer"], "sums") for row in ROWS
     ]
     assert prompts.dropped == 0 and prompts[3].row == ROWS[3]
 
 
-def test_shards_as_list_glob_folder_and_split(tokenizer, tmp_path):
-    write(tmp_path / "all.parquet", ROWS)
+def test_shards_as_list_glob_folder_and_split(load):
+    write("all.parquet", ROWS)
     for i in range(3):
-        write(tmp_path / f"shards/s-{i}.parquet", ROWS[2 * i : 2 * i + 2])
-        write(tmp_path / f"hub/data/train-0000{i}-of-00003.parquet", ROWS[2 * i : 2 * i + 2])
-    write(tmp_path / "hub/data/test-00000-of-00001.parquet", ROWS[:1])
-    (tmp_path / "hub/README.md").write_text("A folder as the hub has it.")
-    wanted = load(tokenizer, tmp_path / "all.parquet").fingerprint
-    shards = [tmp_path / f"shards/s-{i}.parquet" for i in range(3)]
-    for train in (shards, tmp_path / "shards/*.parquet", tmp_path / "shards", tmp_path / "hub"):
-        assert load(tokenizer, train).fingerprint == wanted
-    assert load(tokenizer, shards[::-1]).fingerprint != wanted
-    assert len(load(tokenizer, f"{tmp_path / 'hub'}:test")) == 1
+        write(f"shards/s-{i}.parquet", ROWS[2 * i : 2 * i + 2])
+        write(f"hub/data/train-0000{i}-of-00003.parquet", ROWS[2 * i : 2 * i + 2])
+    write("hub/data/test-00000-of-00001.parquet", ROWS[:1])
+    Path("hub/README.md").write_text("A folder as the hub has it.")
+    wanted = load("all.parquet").fingerprint
+    shards = [f"shards/s-{i}.parquet" for i in range(3)]
+    for train in (shards, "shards/*.parquet", "shards", "hub"):
+        assert load(train).fingerprint == wanted
+    assert load(shards[::-1]).fingerprint != wanted
+    assert len(load("hub:test")) == 1
     with pytest.raises(ValueError, match=r"no data files of the split 'dev'; give .*:split with one of train, test"):
-        load(tokenizer, f"{tmp_path / 'hub'}:dev")
+        load("hub:dev")
 
 
-def test_hub_names(tokenizer, monkeypatch):
+def test_hub_names(load, monkeypatch):
     load_dataset = mock.Mock(return_value=datasets.Dataset.from_list(ROWS))
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     wanted = {"a/b": (None, "train"), "a/b:test": (None, "test"), "a/b:main:test[:10]": ("main", "test[:10]")}
     for given, (name, split) in wanted.items():
-        assert len(load(tokenizer, given)) == len(ROWS)
+        assert len(load(given)) == len(ROWS)
         load_dataset.assert_called_with(path="a/b", name=name, split=split)
 
 
-def test_nested_columns_and_a_column_with_a_dot_in_its_name(tokenizer, tmp_path):
+def test_nested_columns_and_a_column_with_a_dot_in_its_name(load):
     """Data prepared for verl load unchanged; a column of exactly the key's name wins; a list of answers stays one."""
-    write(tmp_path / "plain.parquet", ROWS)
-    plain = [(p.ids, p.answer, p.source) for p in load(tokenizer, tmp_path / "plain.parquet")]
+    write("plain.parquet", ROWS)
+    plain = [(p.ids, p.answer, p.source) for p in load("plain.parquet")]
     fingerprints = set()
     for name in ("verl.parquet", "verl.jsonl"):
-        write(tmp_path / name, VERL)
-        prompts = load(tokenizer, tmp_path / name, **VERL_KEYS)
+        write(name, VERL)
+        prompts = load(name, **VERL_KEYS)
         assert [(p.ids, p.answer, p.source) for p in prompts] == plain and prompts[1].row == VERL[1]
         fingerprints.add(prompts.fingerprint)
     assert len(fingerprints) == 1
-    write(tmp_path / "a.jsonl", [{"prompt": "1>", "x": {"y": "inner"}, "x.y": "outer"}])
-    assert load(tokenizer, tmp_path / "a.jsonl", answer_key="x.y")[0].answer == "outer"
-    write(tmp_path / "b.parquet", [{"prompt": "1>", "answer": ["7", "seven"]}])
-    assert load(tokenizer, tmp_path / "b.parquet")[0].answer == ["7", "seven"]
+    write("a.jsonl", [{"prompt": "1>", "x": {"y": "inner"}, "x.y": "outer"}])
+    assert load("a.jsonl", answer_key="x.y")[0].answer == "outer"
+    write("b.parquet", [{"prompt": "1>", "answer": ["7", "seven"]}])
+    assert load("b.parquet")[0].answer == ["7", "seven"]
 
 
-def test_chat_template_system_prompt_and_kwargs(tokenizer, tmp_path):
+def test_chat_template_system_prompt_and_kwargs(load, tokenizer):
     tokenizer.chat_template = ROLES + "{% if enable_thinking %}={% endif %}"
     own = [{"role": "system", "content": "7"}, {"role": "user", "content": "3"}]
     plain = [{"role": "user", "content": "2", "name": "me"}]  # a key that the others lack
-    write(tmp_path / "a.parquet", [{"prompt": prompt, "answer": "1"} for prompt in (plain, own)])
-    write(tmp_path / "b.jsonl", [{"prompt": "2", "answer": "1"}])
+    write("a.parquet", [{"prompt": prompt, "answer": "1"} for prompt in (plain, own)])
+    write("b.jsonl", [{"prompt": "2", "answer": "1"}])
     options = {"system_prompt": "9", "template_kwargs": {"enable_thinking": True}}
-    assert [tokenizer.decode(p.ids) for p in load(tokenizer, tmp_path / "a.parquet", **options)] == ["+9-2=", "+7-3="]
-    assert tokenizer.decode(load(tokenizer, tmp_path / "b.jsonl")[0].ids) == "-2"
-    assert tokenizer.decode(load(tokenizer, tmp_path / "b.jsonl", chat_template=False)[0].ids) == "2"
+    assert [tokenizer.decode(p.ids) for p in load("a.parquet", **options)] == ["+9-2=", "+7-3="]
+    assert tokenizer.decode(load("b.jsonl")[0].ids) == "-2"
+    assert tokenizer.decode(load("b.jsonl", chat_template=False)[0].ids) == "2"
 
     with pytest.raises(ValueError, match=r"data\.system_prompt .* only with data\.chat_template=true"):
-        load(tokenizer, tmp_path / "b.jsonl", chat_template=False, **options)
+        load("b.jsonl", chat_template=False, **options)
     with pytest.raises(ValueError, match=r"a\.parquet, row 1: 'prompt' .* needs data\.chat_template=true"):
-        load(tokenizer, tmp_path / "a.parquet", chat_template=False)
+        load("a.parquet", chat_template=False)
 
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(ValueError, match=r"b\.jsonl, row 1: .*chat template refuses.*roles must alternate"):
-        load(tokenizer, tmp_path / "b.jsonl")
+        load("b.jsonl")
 
 
 CALLS = "{% for m in messages %}{{ m.tool_calls | tojson if m.tool_calls else m.content }}{% endfor %}"
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.parquet"])
-def test_a_message_has_its_own_keys_and_not_those_of_other_rows(tmp_path, name):
+def test_a_message_has_its_own_keys_and_not_those_of_other_rows(name):
     bpe = make_tiny.bpe_tokenizer(["arguments"], 300)
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=bpe, chat_template=CALLS)
     calls = [{"flag": [1, 2]}, {"text": "934"}, {"number": {"x": 1}}]
@@ -144,16 +152,16 @@ def test_a_message_has_its_own_keys_and_not_those_of_other_rows(tmp_path, name):
         for call in calls
     ]
     chats = [[*chat, {"role": "user", "content": "8"}] for chat in chats]
-    write(tmp_path / name, [{"prompt": chat, "answer": "1"} for chat in chats])
-    said = [tokenizer.decode(p.ids) for p in load(tokenizer, tmp_path / name, 300)]
+    write(name, [{"prompt": chat, "answer": "1"} for chat in chats])
+    said = [tokenizer.decode(p.ids) for p in load_prompts(DataConfig(train=name), tokenizer, 300)]
     assert said == [f'7[{{"arguments": {json.dumps(call)}}}]8' for call in calls]
 
 
-def test_an_answer_is_the_text_that_a_json_file_has(tokenizer, tmp_path):
+def test_an_answer_is_the_text_that_a_json_file_has(load):
     texts = [str(10**30 + 7), str(10**30 + 8), "126", "0.50", "1e3", "true", '"2024-05-01"', '"007"']
     rows = "".join(f'{{"prompt": "1", "answer": {text}}}\n' for text in texts)
-    (tmp_path / "a.jsonl").write_text("\ufeff" + rows)
-    prompts = load(tokenizer, tmp_path / "a.jsonl")
+    Path("a.jsonl").write_text("\ufeff" + rows)
+    prompts = load("a.jsonl")
     assert [p.answer for p in prompts] == [*texts[:5], "True", "2024-05-01", "007"]
     assert (
         prompts[3].row == {"prompt": "1", "answer": 0.5}
@@ -161,19 +169,19 @@ def test_an_answer_is_the_text_that_a_json_file_has(tokenizer, tmp_path):
     )
 
 
-def test_the_model_goes_on_with_an_assistants_message(tokenizer, tmp_path):
+def test_the_model_goes_on_with_an_assistants_message(load, tokenizer):
     tokenizer.chat_template = (
         ROLES.replace("'-'}", "'-', 'assistant': '='}") + "{% if add_generation_prompt %}={% endif %}"
     )
     chat = [{"role": "user", "content": "3"}, {"role": "assistant", "content": "+4"}]
-    write(tmp_path / "a.jsonl", [{"prompt": chat[:number], "answer": "1"} for number in (1, 2)])
-    assert [tokenizer.decode(p.ids) for p in load(tokenizer, tmp_path / "a.jsonl")] == ["-3=", "-3=+4"]
+    write("a.jsonl", [{"prompt": chat[:number], "answer": "1"} for number in (1, 2)])
+    assert [tokenizer.decode(p.ids) for p in load("a.jsonl")] == ["-3=", "-3=+4"]
 
 
-def test_a_template_that_writes_todays_date_gets_that_of_the_run(tokenizer, tmp_path):
+def test_a_template_that_writes_todays_date_gets_that_of_the_run(load, tokenizer):
     tokenizer.chat_template = "{{ strftime_now('%d%m%Y') }}" + ROLES
-    write(tmp_path / "a.jsonl", ROWS)
-    first, second = (load(tokenizer, tmp_path / "a.jsonl", date=date) for date in ("2026-11-27", "2026-11-28"))
+    write("a.jsonl", ROWS)
+    first, second = (load("a.jsonl", date=date) for date in ("2026-11-27", "2026-11-28"))
     assert tokenizer.decode(first[0].ids) == "27112026-0+0=>" and first.fingerprint == second.fingerprint
 
 
@@ -181,58 +189,59 @@ def test_the_date_of_a_run_is_that_of_its_first_start(tmp_path):
     cfg = tiny_config(f"output_dir={tmp_path}", "resume=auto")
     assert first_day(cfg) == str(datetime.date.today())
     for step, day in ((2, "2025-01-03"), (1, "2025-01-02")):
-        (tmp_path / f"checkpoints/step_{step:06d}").mkdir(parents=True)
+        Path(f"checkpoints/step_{step:06d}").mkdir(parents=True)
         state = {"config": {"data": {"date": day}}}
-        (tmp_path / f"checkpoints/step_{step:06d}/state.json").write_text(json.dumps(state))
+        Path(f"checkpoints/step_{step:06d}/state.json").write_text(json.dumps(state))
     assert first_day(cfg) == "2025-01-03"
     assert first_day(tiny_config(f"resume={tmp_path}/checkpoints/step_000001")) == "2025-01-02"
 
 
-def test_an_end_token_that_the_tokenizer_adds_is_left_out_of_prompts(tokenizer, tmp_path):
-    write(tmp_path / "a.jsonl", ROWS)
-    plain = [p.ids for p in load(tokenizer, tmp_path / "a.jsonl", chat_template=False)]
+def test_an_end_token_that_the_tokenizer_adds_is_left_out_of_prompts(load, tokenizer):
+    write("a.jsonl", ROWS)
+    plain = [p.ids for p in load("a.jsonl", chat_template=False)]
     end = tokenizer.eos_token
     tokenizer._tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
         single=f"$A {end}", special_tokens=[(end, tokenizer.eos_token_id)]
     )
     assert tokenizer("1")["input_ids"][-1] == tokenizer.eos_token_id
-    assert [p.ids for p in load(tokenizer, tmp_path / "a.jsonl", chat_template=False)] == plain
+    assert [p.ids for p in load("a.jsonl", chat_template=False)] == plain
     (said,) = endless(Ends(frozenset(), [], tokenizer), DataConfig(train="a", chat_template=False))
     assert f"ends every text with {end!r}" in said
 
 
-def test_an_end_token_that_stands_for_unknown_characters_is_not_one_that_is_added(tmp_path):
+def test_an_end_token_that_stands_for_unknown_characters_is_not_one_that_is_added():
     made = make_tiny.char_tokenizer("12>")
     made.model = tokenizers.models.WordLevel(made.get_vocab(), unk_token="<eos>")
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<eos>")
     assert tokenizer("a")["input_ids"] == [tokenizer.eos_token_id]
-    write(tmp_path / "a.jsonl", [{"prompt": "12>", "answer": "1"}])
-    assert tokenizer.decode(load(tokenizer, tmp_path / "a.jsonl", chat_template=False)[0].ids) == "12>"
+    write("a.jsonl", [{"prompt": "12>", "answer": "1"}])
+    (prompt,) = load_prompts(DataConfig(train="a.jsonl", chat_template=False), tokenizer, 16)
+    assert tokenizer.decode(prompt.ids) == "12>"
 
 
-def test_templates_and_tokenizers_that_lose_the_prompt_are_refused(tokenizer, tmp_path):
-    write(tmp_path / "a.jsonl", ROWS)
+def test_templates_and_tokenizers_that_lose_the_prompt_are_refused(load, tokenizer):
+    write("a.jsonl", ROWS)
     tokenizer.chat_template = "12="
     with pytest.raises(ValueError, match=r"^data.train: all prompts of .* have the same tokens, \[.*tokenizer.json"):
-        load(tokenizer, tmp_path / "a.jsonl")
-    write(tmp_path / "same.jsonl", [ROWS[0]] * 2)
-    assert len(load(tokenizer, tmp_path / "same.jsonl")) == 2
+        load("a.jsonl")
+    write("same.jsonl", [ROWS[0]] * 2)
+    assert len(load("same.jsonl")) == 2
     tokenizer.chat_template = "{{ messages[0].content }}"
     chat = [{"role": "user", "content": [{"type": "text", "text": "7"}]}]
-    write(tmp_path / "parts.jsonl", [{"prompt": chat, "answer": "1"}])
+    write("parts.jsonl", [{"prompt": chat, "answer": "1"}])
     with pytest.raises(ValueError, match=r"row 1: .* writes a part of 'prompt' as Python does, \[\{'type'"):
-        load(tokenizer, tmp_path / "parts.jsonl")
+        load("parts.jsonl")
 
 
-def test_long_prompts_are_counted_and_empty_ones_refused(tokenizer, tmp_path):
-    write(tmp_path / "a.jsonl", [{"prompt": "1" * n, "answer": "1"} for n in (1, 5, 9)])
-    prompts = load(tokenizer, tmp_path / "a.jsonl", max_prompt_tokens=5)
+def test_long_prompts_are_counted_and_empty_ones_refused(load, tokenizer):
+    write("a.jsonl", [{"prompt": "1" * n, "answer": "1"} for n in (1, 5, 9)])
+    prompts = load("a.jsonl", max_prompt_tokens=5)
     assert [len(p.ids) for p in prompts] == [1, 5] and prompts.dropped == 1
     tokenizer.chat_template = "{{ messages[0].content | trim }}"
     for empty in ("", " "):
-        write(tmp_path / "b.jsonl", [{"prompt": "1", "answer": "1"}, {"prompt": empty, "answer": "1"}])
+        write("b.jsonl", [{"prompt": "1", "answer": "1"}, {"prompt": empty, "answer": "1"}])
         with pytest.raises(ValueError, match=r"b\.jsonl, row 2: 'prompt' is empty"):
-            load(tokenizer, tmp_path / "b.jsonl")
+            load("b.jsonl")
 
 
 @pytest.mark.parametrize(
@@ -244,10 +253,10 @@ def test_long_prompts_are_counted_and_empty_ones_refused(tokenizer, tmp_path):
         ("train", {"hint_key": "hint", "chat_template": False}, r"data\.train: .*, row 1: the hint 'hint'"),
     ],
 )
-def test_a_token_that_the_model_has_no_row_for(tokenizer, tmp_path, key, options, said):
+def test_a_token_that_the_model_has_no_row_for(tokenizer, key, options, said):
     """Of 16 tokens "=" is the last, so 15 rows are too few; a prompt that is too long is not looked at."""
-    write(tmp_path / "a.jsonl", [{"prompt": text, "answer": "1", "hint": "="} for text in ("1", "1=", "22===")])
-    cfg = DataConfig(**{"train": "no", key: str(tmp_path / "a.jsonl")}, max_prompt_tokens=4, **options)
+    write("a.jsonl", [{"prompt": text, "answer": "1", "hint": "="} for text in ("1", "1=", "22===")])
+    cfg = DataConfig(**{"train": "no", key: "a.jsonl"}, max_prompt_tokens=4, **options)
     assert load_prompts(cfg, tokenizer, 16, key).dropped == 1
     with pytest.raises(ValueError, match=rf"^{said}: the token '=' has the id 15, .* model\.path has 15 rows .*resize"):
         load_prompts(cfg, tokenizer, 15, key)
@@ -272,16 +281,16 @@ def nothing(name):
 """
 
 
-def test_rows_of_a_function(tokenizer, tmp_path):
-    (tmp_path / "own.py").write_text(CUSTOM)
+def test_rows_of_a_function(load, tokenizer):
+    Path("own.py").write_text(CUSTOM)
 
     def own(function, train="3"):
-        return load(tokenizer, train, custom=f"{tmp_path / 'own.py'}:{function}")
+        return load(train, custom=f"own.py:{function}")
 
     prompts = own("rows")
     assert [(p.answer, p.source, p.row["seen"]) for p in prompts] == [(str(i), "3", {i}) for i in range(3)]
     assert tokenizer.decode(prompts[2].ids) == "2>"
-    cfg = DataConfig(train={"3": 1, "5": 2}, eval=["1", "2"], custom=f"{tmp_path / 'own.py'}:rows")
+    cfg = DataConfig(train={"3": 1, "5": 2}, eval=["1", "2"], custom="own.py:rows")
     assert len(load_prompts(cfg, tokenizer, 16)) == 8 and len(load_prompts(cfg, tokenizer, 16, "eval")) == 3
     for function, message in {
         "no_dict": "row 2 of data.train=3 is a list, not a dict",
@@ -334,52 +343,52 @@ BAD_FILES = {
 
 
 @pytest.mark.parametrize("name", BAD_FILES)
-def test_bad_file(tokenizer, tmp_path, name):
+def test_bad_file(load, name):
     content, message = BAD_FILES[name]
-    (tmp_path / name).write_bytes(content)
+    Path(name).write_bytes(content)
     with pytest.raises(ValueError, match=r"^data\.train.*" + message):
-        load(tokenizer, str(tmp_path / name))
+        load(name)
 
 
-def test_damaged_parquet_and_arrow(tokenizer, tmp_path):
+def test_damaged_parquet_and_arrow(load):
     for name in ("a.parquet", "stream.arrow", "file.arrow"):
-        write(tmp_path / name, ROWS)
-        content = (tmp_path / name).read_bytes()
-        (tmp_path / name).write_bytes(content[: len(content) // 2])
+        write(name, ROWS)
+        content = Path(name).read_bytes()
+        Path(name).write_bytes(content[: len(content) // 2])
         with pytest.raises(ValueError, match=rf"^data\.train: .*{name}: "):
-            load(tokenizer, tmp_path / name)
+            load(name)
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-def test_large_sets_stay_mapped_and_give_the_same(tokenizer, tmp_path, monkeypatch, kind):
+def test_large_sets_stay_mapped_and_give_the_same(load, monkeypatch, kind):
     """Rows, ids, and what is said of a mistake, where a block ends inside the second file."""
     for name, rows in {f"a.{kind}": VERL, f"b.{kind}": [*VERL, {**VERL[0], "reward_model": None}]}.items():
-        write(tmp_path / name, rows)
-    files = [tmp_path / f"a.{kind}", tmp_path / f"b.{kind}"]
-    held = load(tokenizer, [files[0]] * 2, max_prompt_tokens=5, **VERL_KEYS)
+        write(name, rows)
+    files = [f"a.{kind}", f"b.{kind}"]
+    held = load([files[0]] * 2, max_prompt_tokens=5, **VERL_KEYS)
     monkeypatch.setattr("grpo.parts.data.prompts.LARGE_BYTES", 0)
     monkeypatch.setattr("grpo.parts.data.tokens.BLOCK", 4)
-    mapped = load(tokenizer, [files[0]] * 2, max_prompt_tokens=5, **VERL_KEYS)
+    mapped = load([files[0]] * 2, max_prompt_tokens=5, **VERL_KEYS)
     assert isinstance(held.table, list) and isinstance(mapped.table, (datasets.Dataset, ConcatDataset))
     assert list(mapped) == list(held) and len(held) == 12 and mapped.fingerprint == held.fingerprint
     with pytest.raises(ValueError, match=rf"^data\.train: .*b\.{kind}, row 7: 'reward_model\.ground_truth' is null"):
-        load(tokenizer, files, **VERL_KEYS)
+        load(files, **VERL_KEYS)
 
 
-def test_files_that_do_not_go_together(tokenizer, tmp_path):
-    write(tmp_path / "a.jsonl", ROWS)
-    write(tmp_path / "number.parquet", [{"prompt": "1", "answer": 1, "source": "sums"}])
-    write(tmp_path / "b.parquet", ROWS)
-    (tmp_path / "empty").mkdir()
+def test_files_that_do_not_go_together(load):
+    write("a.jsonl", ROWS)
+    write("number.parquet", [{"prompt": "1", "answer": 1, "source": "sums"}])
+    write("b.parquet", ROWS)
+    Path("empty").mkdir()
     for names, message in [
         (["b.parquet", "number.parquet"], r": a column must have one type in all files: .*answer.*int64.*string"),
         (["a.jsonl", "b.parquet"], r"mixes file types \(.*a\.jsonl, .*b\.parquet\)"),
-        ([""], "mixes file types"),
+        (["."], "mixes file types"),
         (["empty"], "the folder .*empty is empty"),
         (["nowhere/*.jsonl"], "no such file; use a file ending in"),
     ]:
         with pytest.raises(ValueError, match=rf"^data\.train.*{message}"):
-            load(tokenizer, [str(tmp_path / name) for name in names])
+            load(names)
 
 
 @pytest.mark.parametrize(
@@ -394,7 +403,7 @@ def test_files_that_do_not_go_together(tokenizer, tmp_path):
         ({"answer_key": "prompt.content"}, r"^data\.answer_key='prompt.content'"),
     ],
 )
-def test_unknown_column(tokenizer, tmp_path, options, message):
-    write(tmp_path / "verl.parquet", VERL)
+def test_unknown_column(load, options, message):
+    write("verl.parquet", VERL)
     with pytest.raises(ValueError, match=message):
-        load(tokenizer, tmp_path / "verl.parquet", **{**VERL_KEYS, **options})
+        load("verl.parquet", **{**VERL_KEYS, **options})
