@@ -1,11 +1,14 @@
-"""The trainer's operations in vLLM's arithmetic: the same bits as vLLM's own, whatever else is in the batch."""
+"""The trainer's operations in vLLM's arithmetic: the same bits as vLLM's own, whatever else is in the batch.
+
+tests/oracle/test_equal_bits.py compares whole runs with vLLM, and gradients with float64.
+"""
 
 import numpy as np
 import pytest
 import torch
 
 from grpo.parts.base.by_row import product, queries_of_a_piece, split_queries
-from grpo.parts.model import attention, matched
+from grpo.parts.model import matched
 from grpo.parts.model.attention import Segments
 from grpo.run.preflight import equal_bits
 from tests.conftest import tiny_config
@@ -71,9 +74,6 @@ def test_a_query_attends_to_the_same_bits_alone_and_among_others(dtype, window):
     for position in range(tokens - 40, tokens):
         assert torch.equal(attend(position, position + 1), whole[position : position + 1])
     assert torch.equal(attend(1024, tokens), whole[1024:])
-    lengths = np.array([tokens])
-    exact = attention.attend_padded(query, key, value, Segments.of(lengths, lengths, window, to))
-    assert (whole.float() - exact.float()).abs().max() < {torch.float32: 1e-5}.get(dtype, 0.02)
 
 
 @pytest.mark.parametrize(

@@ -23,9 +23,9 @@ from grpo.step.packing import to_micro_batches
 from tests import hub_models
 from tests.conftest import REPO, build_model, tiny_config
 from tests.layout_worker import KINDS, held_bytes
+from tests.oracle.layouts import FULL
 
 QWEN = str(REPO / "configs/qwen7b.yaml")
-FULL = [f"megatron.recompute_{k}" for k in ("granularity=full", "method=uniform", "num_layers=1")]
 OFFLOAD = "megatron.optimizer_cpu_offload=true"
 PRECISE = "megatron.use_precision_aware_optimizer=true"
 

@@ -68,7 +68,6 @@ EXACT = ["rollout.exact=true"]
 @pytest.mark.parametrize(
     "env, gpus, header, keys, message",
     [
-        ({}, {}, None, [], r"^start with torchrun .*; RANK, WORLD_SIZE, .* are not set; "),
         ({"RANK": "0", "LOCAL_RANK": "0"}, {}, None, [], r"^start with torchrun .*; WORLD_SIZE, LOCAL_WORLD_SIZE, "),
         (STARTED, {}, None, [], None),
         (STARTED, {}, None, ["rollout.vllm.quantization=fp8"],

@@ -12,12 +12,7 @@ import megatron_bridge as bridge
 from config import AlgoConfig
 from oracle.models import Model, read_weights
 from tests.conftest import build_model, tiny_config, tiny_model
-
-F64 = {"rtol": 1e-12, "atol": 1e-12}
-
-
-def f64(*values):
-    return torch.tensor(values, dtype=torch.float64)
+from tests.unit.test_variants import F64, f64
 
 
 def losses(script, kind, p, old, advantages, mask, sequence, **keys):
