@@ -72,6 +72,8 @@ def test_the_kernels_of_fla_are_the_plain_form(world, monkeypatch):
     layer = delta.GatedDeltaNet(config, 1, ProcessGroupCollection.use_mpu_process_groups()).to(bridge.device())
     for weight in layer.parameters():
         weight.data = 0.2 * torch.randn_like(weight)
+    layer.norm.data += 1
+    layer.dt_bias.data += 1
     layer.A_log.data -= 1  # a state that lasts
 
     layer.bfloat16()
