@@ -3,7 +3,8 @@
     python -m tests.compare_runs outputs/a outputs/b
 
 Compares the lines of metrics.jsonl without the columns of EXCLUDED, all fields of all samples in rollouts/, and the
-exported weights in hf/ and adapter/. Exit code 0: equal, 1: not equal; it fails where a folder has no metrics.jsonl.
+exported weights in hf/ and adapter/. The exit code is 0 if they are equal and 1 if not. It fails if a folder has no
+metrics.jsonl.
 """
 
 import json

@@ -64,7 +64,7 @@ def pytest_runtest_setup(item):
 
 
 def differs_from_upstream(*files):
-    """Whether files differ from those of upstream, so that this is a fork.
+    """Whether files differ from upstream's, so that this is a fork.
 
     Upstream is what git finds under the name `upstream` (a tag or a branch) or `upstream/main` (of a remote); where
     there is neither, the last commit. A copy without git counts as a fork.
@@ -99,7 +99,7 @@ def equal_bits_here():
 
 @pytest.fixture
 def tokenizer(tiny):
-    """That of the tiny model, for a test that may change it."""
+    """The tokenizer of the tiny model, for a test that may change it."""
     return transformers.AutoTokenizer.from_pretrained(tiny / "model")
 
 
@@ -144,7 +144,7 @@ class Outputs:
         return load_file(self.out / f"hf/step_{step:06d}/model-00000.safetensors")
 
     def result(self, step):
-        """What no fault may change of a run of so many steps: the last export, all samples, the metrics."""
+        """What no fault may change in a run of `step` steps: the last export, all samples, the metrics."""
         files = [self.out / f"hf/step_{step:06d}/model-00000.safetensors", *sorted(self.out.glob("rollouts/*.jsonl"))]
         return {path.name: path.read_bytes() for path in files} | {"metrics": lasting(self.metrics)}
 

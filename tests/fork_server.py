@@ -46,7 +46,7 @@ class ForkServer:
 
     def start(self):
         """Start the process, which imports meanwhile; a run does so where it is not running."""
-        env = {**os.environ, **self.settings, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}  # CUDA, once asked, bears no fork
+        env = {**os.environ, **self.settings, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}  # CUDA must not start before a fork
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self.process = subprocess.Popen([sys.executable, "-u", __file__], cwd=processes.REPO, env=env, **pipes)
 

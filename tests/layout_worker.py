@@ -2,13 +2,13 @@
 
     torchrun --nproc_per_node=4 tests/layout_worker.py PLANS.json
 
-A plan is {"overrides", "samples", "out", "layouts": {name: [overrides]}, "bins": [[sample numbers]]}; with bins the
-micro-batches of the update are these.
+A plan is {"overrides", "samples", "out", "layouts": {name: [overrides]}, "bins": [[sample numbers]]}. If
+bins are given, they are the micro-batches of the update.
 For each layout, rank 0 writes NAME.safetensors: "logp" [F] as the trainer scores it, "loss", "grad_norm", the gradients
 as "grad.<Hugging Face name>" (with adapters theirs, and "merged.<name>", the weights that were pushed), "load" per
 layer where there are experts, "shared" (positions that were not computed again), "held" [ranks, 4] (held_bytes), and
-"same" 1 where the export of the model just loaded is the original bit by bit (with adapters: the push, and the factors
-are those of made_up_factor), and the digests of its shards are those of its tensors.
+"same". It is 1 if the export of the model just loaded equals the original bit by bit, and the digests of its shards
+equal the digests of its tensors. With adapters, the push must equal the export, and the factors made_up_factor.
 
 The gradients are read from the exported weights, so they have passed through the distributed optimizer and the weight
 mapping: Adam with a huge eps steps by lr · grad / eps.
@@ -84,7 +84,7 @@ def held_bytes(model, optimizer) -> list[int]:
 
 
 def sum_over_tp(x):
-    """In place of vLLM's sum over the ranks of an engine: here is none."""
+    """In place of vLLM's sum over the ranks of an engine, since there is no engine here."""
     dist.all_reduce(x, group=bridge.mpu.get_tensor_model_parallel_group())
     return x
 

@@ -35,7 +35,7 @@ def undisturbed(fork_server, tiny, tmp_path_factory):
 
 @pytest.fixture
 def check_the_end(train_forked, undisturbed):
-    """check_the_end("3") lets the job go on after step 3 to its end, which is that of the undisturbed one."""
+    """check_the_end("3") lets the job go on after step 3. It must end as the undisturbed one does."""
 
     def check(step=""):
         run = train_forked(2, *JOB)

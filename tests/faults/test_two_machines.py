@@ -30,8 +30,8 @@ def machine(start):
             "--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=two",
             f"--rdzv-conf=is_host={int(number == 0)}", f"--local-addr=127.0.0.{1 + number}", "--max-restarts=3",
         )  # fmt: skip
-        # Without it an agent that joins later waits in vain for the address of the store, which the first told only
-        # once (torch 2.13, DynamicRendezvousHandler.next_rendezvous).
+        # Without it an agent that joins later waits in vain for the address of the store, which the first agent
+        # announces only once (torch 2.13, DynamicRendezvousHandler.next_rendezvous).
         return start(2, *JOB, options=options, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
 
     return run
@@ -39,7 +39,7 @@ def machine(start):
 
 @pytest.fixture
 def check_the_end(fork_server, tiny, tmp_path):
-    """check_the_end(both) → what machine 0 printed; the result is that of four ranks on one machine, bit for bit."""
+    """check_the_end(both) → what machine 0 printed. The result must equal a run of four ranks on one machine, bit for bit."""
 
     def check(*both):
         assert [run.end() for run in both] == [0, 0], both[0].text + both[1].text

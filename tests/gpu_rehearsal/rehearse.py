@@ -3,7 +3,7 @@
     torchrun --standalone --nproc_per_node=2 tests/gpu_rehearsal/rehearse.py [--on cpu] \\
         --config configs/tiny.yaml parallel.ep=2 ...
 
-The arguments are those of train_grpo.py. On the GPU, each rank of a run that succeeds writes
+It takes the arguments of train_grpo.py. On the GPU, each rank of a run that succeeds writes
 output_dir/waits_<rank>.json: {"counts": [[phase, place, kind, number], ...], "units": {"update": number, ...}}.
 
 The answers are random numbers that follow from the seeds of their prompts, so they are the same on any layout. Besides

@@ -2,7 +2,7 @@
 
 An exhibit names a function, a piece of its source and what the bug writes there instead. `apply` compiles the function
 anew with that piece exchanged and gives the result to the function that runs, wherever it was imported. So a mutant is
-the real system but for a line, and one whose line is gone says so instead of passing.
+the real system with one line changed. If that line is gone, the mutant says so instead of passing.
 """
 
 import dataclasses

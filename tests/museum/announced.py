@@ -1,4 +1,5 @@
-"""train_grpo.py, which prints "begins step N" before each step: what a start says is told from what a step says."""
+"""train_grpo.py, which prints "begins step N" before each step, so that a test can separate what a start says from what a
+step says."""
 
 import sys
 

@@ -8,7 +8,7 @@ COMMON = (
     "rollout.group_size=4", "train.max_tokens_per_micro_batch=32", "train.logprob_max_tokens_per_micro_batch=48",
 )  # fmt: skip
 BF16 = ("model.dtype=bf16", "train.lr=1e-6")  # where log-probs cannot show one push
-# {setting: options besides COMMON}; {folder} is that of the tiny models and their data.
+# {setting: options besides COMMON}. {folder} is the folder of the tiny models and their data.
 SETTINGS = {
     "plain": (),
     "bf16": BF16,

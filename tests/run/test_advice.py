@@ -1,4 +1,4 @@
-"""Runs that cannot learn are told so in a few steps, and end where nothing could change that; no healthy run is."""
+"""A run that cannot learn warns within a few steps, and ends if nothing could change that. No healthy run does."""
 
 import json
 import re
@@ -28,7 +28,7 @@ def all_equal(reward):
 
 
 def advise(steps: list[dict], **keys) -> tuple[dict[str, int], Advice]:
-    """({rule: the first step it was told at}, the advice) of a run whose steps differ from HEALTHY by these."""
+    """({rule: the first step at which it spoke}, the advice) of a run whose steps differ from HEALTHY by these."""
     advice = Advice(override(CFG, {key.replace("__", "."): value for key, value in keys.items()}))
     told = {}
     for number, step in enumerate(steps, 1):
@@ -91,7 +91,7 @@ def test_a_source_is_told_alone_and_the_cause_names_the_key():
         ([all_equal(1.0)] * 60, {}, 0),  # all answers pass from the first step
         ([{}] * 9 + [all_equal(0.25)] * 60, {}, 60),  # collapsed
         ([{"reward/mean": 0.1}] * 9 + [{"reward/mean": 0.9, **SKIPPED}] * 60, {}, 0),  # converged
-        ([{**all_equal(0.0), "lr": 0.0}] * 60, {"train__lr": 0.0}, 0),  # asked for
+        ([{**all_equal(0.0), "lr": 0.0}] * 60, {"train__lr": 0.0}, 0),  # as configured
         ([{"reward/mean": 0.9}] + [{"lr": 0.0, "reward/mean": 0.3}] * 60, {}, 60),
         ([{**all_equal(0.0), "update/applied": 1}] * 60, {"algo__entropy_coef": 0.01}, 0),  # explores
         ([{**all_equal(0.0), "update/applied": 1}] * 60, {"algo__kl_coef": 0.01}, 60),
@@ -132,7 +132,7 @@ def test_a_dead_run_saves_ends_and_goes_on_when_mended(train_forked, tiny, tmp_p
 
 
 def healthy_runs() -> dict[str, list[str]]:
-    """{name: overrides} of short runs that learn; the name may be that of a configuration."""
+    """{name: overrides} of short runs that learn. The name may be a configuration's."""
     found = {f"ablations/{path.stem}": [] for path in sorted((REPO / "configs/ablations").glob("*.yaml"))}
     return found | {
         "tiny": [],

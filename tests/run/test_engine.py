@@ -131,8 +131,8 @@ STOPS = (f"rollout.stop={['<pad>', '7+', *(f'{digit}1' for digit in range(10))]}
 
 
 def test_answers_end_at_their_stops(train_forked, tmp_path, tiny):
-    """Those of a turn too. The second trainer agrees on ends, texts, log-probs and updates; an evaluation has its own
-    texts, or none."""
+    """The answers of a turn too. The second trainer agrees on ends, texts, log-probs and updates. An evaluation has its
+    own stops, here none."""
     make_tiny.save_model(tmp_path / "model", make_tiny.char_tokenizer(ALPHABET), hidden=64)
     run = train_forked(
         2, *EXACT, *STOPS, "rollout.turns=examples/tiny_turns.py:higher_or_lower", f"model.path={tmp_path / 'model'}",
@@ -153,7 +153,7 @@ def test_answers_end_at_their_stops(train_forked, tmp_path, tiny):
 
 
 def test_metrics(shared):
-    """Those of docs/metrics.md, and no others."""
+    """A run reports the metrics of docs/metrics.md, and no others."""
     always = {name for name in METRICS if not OTHERS.match(name)}
     for metrics in shared.metrics[1:]:
         sources = {row["source"] for row in shared.rollouts(metrics["step"])}
@@ -193,7 +193,7 @@ def test_evaluation_before_the_first_step_and_on_the_way(shared):
 
 
 def test_it_equals_the_evaluation_before_the_first_step(shared, train_forked):
-    """On two engines, as there; it needs no data.train."""
+    """On two engines, as in the run. It needs no data.train."""
     own = [override for override in shared.overrides if not override.startswith("data.train=")]
     run = train_forked(2, "--evaluate", *own, "data.train=nowhere.jsonl", code=0)
     assert [path.name for path in run.out.iterdir()] == ["evaluation.jsonl"]

@@ -23,7 +23,7 @@ RUN = [name for name, command in COMMANDS.items() if command.startswith("make de
 
 
 def exhibit_of(name):
-    """The museum's exhibit that a patch puts in; fails where the lines of the patch are those of none."""
+    """The museum's exhibit that a patch puts in. Fails if no exhibit has the lines of the patch."""
     removed, added = re.findall(r"^[-+](?![-+]{2} )(.*)\n", EXERCISES[name].read_text(), re.MULTILINE)
     return next(e for e in EXHIBITS.values() if e.before in removed and removed.replace(e.before, e.after) == added)
 

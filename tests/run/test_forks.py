@@ -1,7 +1,7 @@
-"""The patches in recipes/ apply to the sources as they are, and run; those of docs/exercises/ are in test_exercises.py.
+"""The patches in recipes/ apply to the sources as they are, and run. The patches in docs/exercises/ apply.
 
 They apply with one line of context, so that edits nearby and line numbers do not matter. In a fork whose script differs
-from upstream's, a patch that does not apply is skipped (docs/forking.md says how a fork is told from upstream).
+from upstream's, a patch that does not apply is skipped (docs/forking.md says how a fork is recognized).
 """
 
 import dataclasses
@@ -75,7 +75,7 @@ def test_the_optimal_baseline_by_hand(fork):
     # Rewards 1, 0, 0, 3 over 1, 2, 1, 4 tokens: baseline (1 + 12) / 8.
     got = advantages(np.array([1.0, 0, 0, 3]), np.full(4, 5), "opo", np.array([1, 2, 1, 4]))
     np.testing.assert_allclose(got, [-5 / 8, -13 / 8, -13 / 8, 11 / 8], rtol=1e-12)
-    # Over the tokens of a group they sum to 0, which those of other baselines do not.
+    # Over the tokens of a group they sum to 0. With other baselines they do not.
     assert got @ [1, 2, 1, 4] == 0
     # A group that is left out of the loss, with no trained token, has a baseline too.
     assert advantages(np.array([1.0, 0]), np.zeros(2), "opo", np.array([0, 0])).tolist() == [1, 0]
@@ -112,7 +112,7 @@ def test_the_credit_of_a_critic_by_hand(fork):
     got = module.add_advantages([talk, short], forked(**known), algo)
     # KL costs each sampled token 1/4. The talk's last one then gets 1, its first that less 1/4; the other 1/4.
     assert got.returns.tolist() == [0, 0.75, 0, 1, 0.25]
-    # Less the values: -1/4, -1, -11/4, of mean -4/3; the environment's token has that of the step it is in.
+    # Less the values: -1/4, -1, -11/4, of mean -4/3; the environment's token has the advantage of its step.
     white = (np.array([-0.25, -1, -2.75]) + 4 / 3) / np.std([-0.25, -1, -2.75], ddof=1)
     np.testing.assert_allclose(got.advantages, white[[0, 0, 0, 1, 2]], rtol=1e-6)
     np.testing.assert_allclose(talk.tokens["advantages"], white[[0, 0, 1]], rtol=1e-6)
@@ -159,7 +159,7 @@ def test_a_critic_goes_on_as_if_it_had_not_been_stopped(tiny, tmp_path):
 
 @pytest.mark.slow
 def test_a_run_with_past_weights_goes_on_with_the_same_bits_and_on_another_layout(tiny, tmp_path):
-    """vLLM sampled with the export of so many steps before and evaluates the present one, where weights are sharded."""
+    """vLLM samples with the export of two steps before and evaluates the present weights, which are sharded."""
     write_rows(tmp_path / "eval.jsonl", read_rows(tiny / "train.jsonl")[:2])
     keys = (
         "rollout.prompts_per_step=4", "rollout.group_size=8", "train.warmup_steps=0", "train.save_every=2",

@@ -26,7 +26,7 @@ KL = ("algo.kl_coef=0.05", "algo.reference_on=host", "train.updates_per_step=2")
 
 @dataclass(frozen=True)
 class Run:
-    """Of the script: ranks, overrides beside ALL, architecture, waits besides WAITS; None: waits are not counted."""
+    """A run of the script: ranks, overrides beside ALL, architecture, waits besides WAITS. None counts no waits."""
 
     ranks: int = 1
     overrides: tuple[str, ...] = ()
@@ -136,7 +136,7 @@ def differences(ours: list[dict], expected: list[dict], run) -> list[str]:
 
 
 def unknown_waits(training, run) -> list[str]:
-    """The waits beyond WAITS and those of the run, of each rank."""
+    """The waits of each rank that neither WAITS nor the run allows."""
     found = []
     for rank in range(run.ranks):
         noted = json.loads((training.out / f"waits_{rank}.json").read_text())

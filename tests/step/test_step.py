@@ -22,7 +22,7 @@ from tests.step.one_rank import EQUAL, PlainEngine, weights
 
 class FlippingEngine(PlainEngine):
     """Every third token of a sequence goes to the best and the third best expert instead of the two best. The answers
-    bring their routes where they are asked for, as vLLM's do."""
+    bring their routes if the engine is built to return them, as vLLM's do."""
 
     def __init__(self, *args):
         super().__init__(*args)

@@ -1,4 +1,5 @@
-"""On-policy distillation: what a teacher is asked, and who may be one; runs are in test_engine.py and test_pairs.py."""
+"""On-policy distillation: the prompt of a teacher, and which model may be one. Runs are in test_engine.py and
+test_pairs.py."""
 
 import json
 

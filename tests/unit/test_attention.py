@@ -1,7 +1,7 @@
 """Attention over packed rows (grpo/parts/model/attention.py): the padded path, the unpadded one.
 
-torch's kernel without padding needs a GPU. Here a function of its signature stands in for it, that of torch 2.11 or
-2.13, which refuses what torch's refuses and computes by the formula.
+torch's kernel without padding needs a GPU. Here a function with its signature stands in for it, of torch 2.11 or
+2.13. It refuses what torch's kernel refuses, and computes by the formula.
 """
 
 import inspect
@@ -34,7 +34,7 @@ OPTIONS = {  # of varlen_attn, by version of torch
 
 
 def stand_in(version, dtype):
-    """varlen_attn of that torch, but for the device and the type."""
+    """varlen_attn of that torch, except for the device and the type."""
     assert REAL.keys() >= {*OPTIONS["2.13"]}
 
     def kernel(query, key, value, cu_q, cu_k, max_q, max_k, **options):

@@ -133,7 +133,7 @@ def test_missing_config_and_missing_key(capfd, tmp_path):
 
 
 YARN = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4, "original_max_position_embeddings": 64}
-DEEP = {"num_hidden_layers": 94, "layer_types": None}  # as many as those of Qwen3-235B-A22B
+DEEP = {"num_hidden_layers": 94, "layer_types": None}  # as many as Qwen3-235B-A22B has
 FIRST, LAST = (f"megatron.num_layers_in_{stage}_pipeline_stage" for stage in ("first", "last"))
 STAGES = "megatron.pipeline_model_parallel_layout"
 LINEAR = {  # attention in every other layer
@@ -202,7 +202,7 @@ def test_a_folder_that_is_no_model_is_told_what_it_is(dry_run, tmp_path, file, m
 
 INDEX = "model.safetensors.index.json"
 CUT = "model-1.safetensors cannot be read (Error while deserializing header: {}): it is missing, cut off, or a pointer"
-FILES = [  # what is done to a folder with two shards and their index, what the refusal says; None: it is as before
+FILES = [  # what is done to a folder with two shards and their index, what the refusal says (None if there is none)
     (lambda folder, shard: shard.write_text("version https://git-lfs"), CUT.format("header too large")),
     (lambda folder, shard: os.truncate(shard, 9000), CUT.format("incomplete metadata, file not fully covered")),
     (lambda folder, shard: shard.unlink(), "model-1.safetensors cannot be read (No such file"),

@@ -1,4 +1,4 @@
-"""What vLLM is told on a GPU, as its own objects hold it; only its start is left out, since there is no GPU."""
+"""The arguments of vLLM on a GPU, as its own objects have them. Only its start is left out, since there is no GPU."""
 
 import os
 
@@ -19,7 +19,7 @@ NAMES = (
 
 @pytest.fixture
 def told(monkeypatch, tiny):
-    """told({key: value}) → (vLLM's arguments, levels that it was asked to sleep at) on a machine with two GPUs.
+    """told({key: value}) → (vLLM's arguments, the levels of its sleeps) on a machine with two GPUs.
 
     `told.order` has "start" and, each as it was given, the settings of torch's allocator."""
     vllm_process.set_environment()

@@ -1,6 +1,6 @@
 """Log-probs, entropies and their gradients as HeadLogp has them, in chunks, against float64; layers of stages.
 
-tests/oracle/test_layouts.py has them over tensor-parallel ranks, tests/oracle/test_lora.py those of a frozen head.
+tests/oracle/test_layouts.py has them over tensor-parallel ranks, tests/oracle/test_lora.py with a frozen head.
 """
 
 import math

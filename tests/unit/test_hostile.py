@@ -61,7 +61,7 @@ def nothing_left(monkeypatch, tmp_path):
 def test_hostile_expressions(name, nothing_left):
     answer = {"multiple_choice": "B"}.get(name, "7")
     good = {"multiple_choice": "Answer: B", "format": "<think>3 + 4</think> 7"}.get(name, "\\boxed{7}")
-    timeout_s = 1.5 if name == "math" else 60.0  # the others never need it, but for a machine that stands still
+    timeout_s = 1.5 if name == "math" else 60.0  # the others need it only if the machine stands still
     jobs = [("s", text, answer, {}) for hostile in EXPRESSIONS.values() for text in (good, hostile)]
     outcomes = grade_with(name, jobs, timeout_s=timeout_s, workers=2, memory_gb=2.0)
     assert all(outcome == Outcome({"reward": 1.0}) for outcome in outcomes[::2])
@@ -125,7 +125,7 @@ HELD = [*re.findall(r"^(\w+) = refused", REACH, re.MULTILINE), "inside", "harmle
 
 
 def test_hostile_programs(nothing_left):
-    """Among good ones. What fails by itself is wrong; it is never an error of the run."""
+    """Among good ones. A program that fails by itself is wrong, and never an error of the run."""
     options = {"code": {"seconds": 1.5, "memory_mb": 512}}
     row = {"tests": ["assert 1 + 1 == 2"]}
     jobs = [("s", text, "", row) for hostile in PROGRAMS.values() for text in (fenced("x = 1"), fenced(hostile))]

@@ -123,7 +123,7 @@ def test_the_formulas_are_near_a_real_update(world, tmp_path, monkeypatch, famil
     assert planned == pytest.approx(training, rel=0.1)
     assert plan.head_bytes(hf, cfg, 512) == pytest.approx(scoring, rel=0.1)
     shared = peaks(cfg, prompt=160, answer=72)
-    is_within = np.less(shared, (scoring, training))  # copies are, but for those of linear attention
+    is_within = np.less(shared, (scoring, training))  # copies are, except with linear attention
     assert (is_within != ((family, more) in LINEAR)).all()
 
 
@@ -197,7 +197,7 @@ def test_states_of_linear_attention_in_vllms_cache(tmp_path):
 
 
 def test_config_json_alone_is_enough_for_a_plan(tmp_path, capfd, offline):
-    """What else is missing is told after it."""
+    """An error names what else is missing, after the plan."""
     folder = hub_models.model_folder("Qwen/Qwen2.5-7B-Instruct", tmp_path)
     given = ["--config", QWEN, "--world-size", "8", f"model.path={folder}"]
     assert train_grpo.main([*given, "--dry-run", "--gpu-memory-gb", "80"]) == 2

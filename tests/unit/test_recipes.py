@@ -64,12 +64,12 @@ def test_fipo_by_hand(fork):
     ]
     got = script.future_weight(x, torch.ones(40), mask, sequence)
     torch.testing.assert_close(got, torch.stack(want).exp(), **F64)
-    # Where A < 0 a ratio of 11 does not count, and has weight 1; that of 9 does. No weight is below 1 or above 1.2.
+    # Where A < 0 a ratio of 11 does not count, and has weight 1. A ratio of 9 counts. No weight is below 1 or above 1.2.
     ratios, sequence, two_on = f64(1.01, 11, 1.1, 0.5, 9), torch.tensor([0, 0, 0, 1, 2]), 2 ** (-2 / 32)
     for sign, want in ((1, [1.2, 1.2, 1.1, 1, 1.2]), (-1, [1.01 * 1.1**two_on, 1, 1.1, 1, 1.2])):
         got = script.future_weight(ratios.log(), sign * torch.ones(5), torch.ones(5), sequence)
         torch.testing.assert_close(got, f64(*want), **F64)
-    # The weight is a factor of the advantage, before the clip; it has no gradient.
+    # The weight is a factor of the advantage, before the clip. It has no gradient.
     loss, gradient, _ = losses(script, "fipo", f64(0.55), f64(0.5), torch.ones(1), torch.ones(1), [0], clip_high=0.28)
     assert (loss.item(), gradient.item()) == pytest.approx((-1.1 * 1.1, -1.1 * 1.1), rel=1e-12)
 
@@ -93,7 +93,7 @@ def test_pass_at_k_by_hand(fork):
 
 def test_echo_by_hand_and_by_plain_transformers(world, fork, tmp_path):
     """Replies of two tokens, of one and of none, in an update of 6 sampled tokens and without a reward: loss and
-    gradient are those of the replies' cross-entropy, and no other number of the report knows the replies."""
+    gradient equal those of cross-entropy on the replies, and no other number of the report counts the replies."""
     cfg, script = tiny_config(f"model.path={tiny_model(tmp_path / 'model')}", "algo.entropy_coef=0"), fork("echo")
     model = build_model(cfg)
     optimizer = bridge.build_optimizer(model, cfg.train, cfg.megatron)

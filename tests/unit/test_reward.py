@@ -279,7 +279,7 @@ def reward_model(tiny, tmp_path_factory):
 
 @pytest.mark.slow
 def test_models_beside_other_rewards(reward_model):
-    """Two models, one of them with pairs of texts, and a reward that is none, each graded as alone."""
+    """Two models, one of them with pairs of texts, and a reward without a model: each grades as if it were alone."""
     options = {
         "first": {"path": reward_model}, "length": {"limit": 1, "buffer": 20},
         "second": {"path": reward_model, "pairs": True, "prompt_key": "question"},
