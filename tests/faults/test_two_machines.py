@@ -39,7 +39,7 @@ def machine(start):
 
 @pytest.fixture
 def check_the_end(fork_server, tiny, tmp_path):
-    """check_the_end(both) → what machine 0 printed. The result must equal a run of four ranks on one machine, bit for bit."""
+    """check_the_end(both) → what machine 0 printed. The result must have the bits of four ranks on one machine."""
 
     def check(*both):
         assert [run.end() for run in both] == [0, 0], both[0].text + both[1].text

@@ -1,5 +1,4 @@
-"""train_grpo.py, which prints "begins step N" before each step, so that a test can separate what a start says from what a
-step says."""
+"""train_grpo.py, which prints "begins step N" before each step: tests then see which output is of the start."""
 
 import sys
 

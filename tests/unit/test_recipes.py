@@ -64,7 +64,7 @@ def test_fipo_by_hand(fork):
     ]
     got = script.future_weight(x, torch.ones(40), mask, sequence)
     torch.testing.assert_close(got, torch.stack(want).exp(), **F64)
-    # Where A < 0 a ratio of 11 does not count, and has weight 1. A ratio of 9 counts. No weight is below 1 or above 1.2.
+    # Where A < 0 a ratio of 11 does not count, and has weight 1. A ratio of 9 counts. Weights are in [1, 1.2].
     ratios, sequence, two_on = f64(1.01, 11, 1.1, 0.5, 9), torch.tensor([0, 0, 0, 1, 2]), 2 ** (-2 / 32)
     for sign, want in ((1, [1.2, 1.2, 1.1, 1, 1.2]), (-1, [1.01 * 1.1**two_on, 1, 1.1, 1, 1.2])):
         got = script.future_weight(ratios.log(), sign * torch.ones(5), torch.ones(5), sequence)
