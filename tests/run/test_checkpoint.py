@@ -161,6 +161,7 @@ def test_a_resume_needs_the_same_initial_weights_wherever_they_are(world, tiny, 
         check_base(path, cfg, str(folder))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_exported_on_another_layout(shared, train_forked, tmp_path):
     """The same bits as the run's own export of that step, without its data; nothing happens to later checkpoints."""
     later = shared.out / "checkpoints/step_000003"

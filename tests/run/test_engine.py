@@ -192,6 +192,7 @@ def test_evaluation_before_the_first_step_and_on_the_way(shared):
                 assert metrics[f"eval/{source}/pass@{k}"] == pytest.approx(sum(subsets) / len(subsets))
 
 
+@pytest.mark.slow
 def test_it_equals_the_evaluation_before_the_first_step(shared, train_forked):
     """On two engines, as in the run. It needs no data.train."""
     own = [override for override in shared.overrides if not override.startswith("data.train=")]

@@ -147,6 +147,7 @@ LOST = {  # (rank, ranks) → what it says; of one rank the port is taken
 }
 
 
+@pytest.mark.slow
 def test_ranks_that_do_not_come_and_a_port_that_is_taken_are_named():
     pipes = {"text": True, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     with socket.create_server(("127.0.0.1", 0)) as taken:
