@@ -474,7 +474,8 @@ PLACES = {  # of a function → what is said
     "spec, keys, said",
     [
         ("gsmk8", {}, "must be one of exact, gsm8k, math, multiple_choice, format, length, custom"),
-        ({"math": 1.0, "fromat": 1.0}, {}, "unknown reward 'fromat'; it must be one of exact"), ({}, {}, "is no reward"),
+        ({"math": 1.0, "fromat": 1.0}, {}, "unknown reward 'fromat'; it must be one of exact"),
+        ({}, {}, "is no reward"),
         ("length", {"options": {"length": {"limit": 1, "limt": 1}}}, "'limt'; its options are limit, buffer, unit"),
         ("exact", {"options": {"exact": {"x": 1}}}, "unexpected keyword argument 'x'; its options are none"),
         ("custom", {"custom": "own.py:f"}, "no function 'f'"), ("custom", {"custom": "broken.py:f"}, "nosuchmodule"),
