@@ -16,6 +16,7 @@ import torch
 from tests.conftest import REPO, ForkedTraining
 from tests.processes import wait_until
 
+pytestmark = pytest.mark.slow
 STEPS = 12
 JOB = (
     "rollout.prompts_per_step=4", "rollout.group_size=8", f"train.steps={STEPS}", "train.warmup_steps=0",
@@ -45,7 +46,6 @@ def check_the_end(train_forked, undisturbed):
     return check
 
 
-@pytest.mark.slow
 @pytest.mark.gpu(ranks=2)
 def test_a_killed_and_a_stopped_rank(start, check_the_end):
     job = start(2, *JOB)
@@ -70,7 +70,6 @@ def test_a_killed_and_a_stopped_rank(start, check_the_end):
     check_the_end()
 
 
-@pytest.mark.slow
 def test_stop_requests(start, check_the_end):
     job = start(2, *JOB)
     wait_for_step(job, 5)
@@ -89,7 +88,6 @@ def test_stop_requests(start, check_the_end):
     check_the_end(re.search(r"stopped after step (\d+,) saved in .*; go on with resume=auto", job.text)[1])
 
 
-@pytest.mark.slow
 def test_a_full_disk(start, check_the_end, tmp_path, request):
     folder = tmp_path / "out"
     folder.mkdir()
@@ -117,7 +115,6 @@ def test_a_full_disk(start, check_the_end, tmp_path, request):
     check_the_end()
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("debootstrap"), reason="needs root and debootstrap")
 def test_the_demo_trains_on_a_bare_debian():
     """A quarter of an hour, mostly of download."""
@@ -143,7 +140,6 @@ sys.exit(train_grpo.main(sys.argv[1:]))
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "seed, told",
     [(0, "rank 17, in the phase start: out of GPU memory"), (1, r"rank \d+, in the phase start: another rank is gone")],
@@ -172,7 +168,6 @@ signal.pause() if "stops" in sys.argv else sys.exit(3)
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("how", ["stops", "fails"])
 def test_a_job_that_must_stop_saves_and_is_requeued_and_one_that_fails_is_not(tmp_path, how):
     for name, body in STANDINS.items():
