@@ -37,6 +37,7 @@ class Outcome:
     step: int  # of this start, in which the run ended; 0: before any
     message: str  # of its error; of a check the item and what parts; of a test its id
     text: str = dataclasses.field(default="", repr=False)  # all that was printed
+    parted: set = frozenset()  # the items that part by a check
 
 
 # ---------------------------------------------------------------- runs
@@ -83,21 +84,20 @@ class Museum:
     def check(self, setting, mutant=""):
         """What `make check` says of the folder of a run."""
         report = repeat(read_run(self.out(setting, mutant)))
-        return Outcome("check" if report.parted() else "nothing", 0, report.first, report.table())
+        parted = set(report.parted())
+        return Outcome("check" if parted else "nothing", 0, report.first, report.table(), parted)
 
-    def fork(self, name) -> tuple[Outcome, set[str]]:
-        """What stopped a run of a fork of FORKS or its resume, and the items that part by `make check`."""
+    def fork(self, name):
+        """What stopped a run of a fork of FORKS or its resume, or else what `make check` says of it."""
         options = [*FORKS[name].options, "train.export_every=1"]
         outcome = self.train("fork", options, name)
         if outcome.seen == "nothing" and "train.save_every=2" in options:
             outcome = self.train("fork", [*options, "train.steps=5", "resume=auto"], name)
+
         if outcome.seen != "nothing":
-            return outcome, set()
-        with contextlib.ExitStack() as stack:
-            for exhibit in FORKS[name].exhibits():
-                stack.enter_context(planted(exhibit))
-            report = repeat(read_run(self.out("fork", name)))
-        return dataclasses.replace(outcome, text=report.table()), set(report.parted())
+            return outcome
+        with planted(*FORKS[name].exhibits()):
+            return self.check("fork", name)
 
     def out(self, setting, mutant):
         """The output folder of a run."""
@@ -127,24 +127,25 @@ class Museum:
 
 
 @contextlib.contextmanager
-def planted(exhibit) -> Iterator[None]:
-    """Put an exhibit into this process, for a while."""
-    function, code = exhibit.find(), exhibit.find().__code__
-    exhibit.apply()
+def planted(*exhibits) -> Iterator[None]:
+    """Put exhibits into this process, for a while."""
+    codes = {exhibit.find(): exhibit.find().__code__ for exhibit in exhibits}
+    for exhibit in exhibits:
+        exhibit.apply()
     try:
         yield
     finally:
-        function.__code__ = code
+        for function, code in codes.items():
+            function.__code__ = code
 
 
 def fails(exhibit):
     """Whether the test that an exhibit names fails with it."""
-    function, code = exhibit.find(), exhibit.find().__code__
-    os.environ[VARIABLE] = exhibit.name  # tests/conftest.py puts it in
+    os.environ[VARIABLE] = exhibit.name  # for the processes that the test starts
     try:
-        return pytest.main(["-q", "--tb=no", "-p", "no:faulthandler", exhibit.message]) == 1
+        with planted(exhibit):
+            return pytest.main(["-q", "--tb=no", "-p", "no:faulthandler", exhibit.message]) == 1
     finally:
-        function.__code__ = code
         del os.environ[VARIABLE]
 
 

