@@ -22,7 +22,6 @@ FUSED = [(dtype, logits, True) for dtype in (torch.bfloat16, torch.float16) for 
 WAYS = [  # type of the weight, of its logits, whether its gradient is added to main_grad
     *(pytest.param(dtype, dtype, False, marks=pytest.mark.gpu) for dtype in CLOSE),
     pytest.param(torch.float32, torch.float32, True, marks=pytest.mark.gpu),
-    pytest.param(torch.bfloat16, torch.float32, False, marks=pytest.mark.gpu),  # model.fp32_head
     *(pytest.param(*way, marks=pytest.mark.gpu(only=True)) for way in FUSED),
 ]
 

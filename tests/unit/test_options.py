@@ -10,15 +10,17 @@ import megatron_bridge as bridge
 from config import UserError
 from grpo.parts.base.read_config import override
 from grpo.parts.engine.vllm_process import engine_options
-from grpo.parts.model import layers
+from grpo.parts.model import head, layers
 from grpo.parts.model.optimizer_state import main_weights
 from grpo.run.preflight import options
+from grpo.step.packing import pack
 from tests.checkpoint_worker import TRAIN, made_up_update
 from tests.compare_runs import lasting
 from tests.conftest import REPO, build_model, check_state, tiny_config, tiny_model, wrap
 from tests.layout_worker import equal, one_layout
 from tests.oracle.layouts import make_plan, run_worker
 from tests.oracle.reference import relative
+from train_grpo import Sample, flatten
 
 
 def test_the_tables_are_of_the_libraries_here():
@@ -167,3 +169,23 @@ def test_an_exact_run_is_repeated_and_says_what_gap_remains(train_forked, tmp_pa
     first, second = (train_forked(2, *options, out=tmp_path / name, code=0) for name in "ab")
     assert lasting(first.metrics) == lasting(second.metrics) and equal(first.weights(2), second.weights(2))
     assert "a log-prob gap of at most" in first.text
+
+
+def test_an_fp32_head_rounds_no_logits(world, small):
+    """Log-probs of a bf16 model against those of its last hidden states and its head in float64."""
+    batch = flatten([Sample(0, [1, 2, 3], [4, 5, 6, 7], [-1.0] * 4, True, "", "s")])
+    off = {}
+    for fp32_head in (False, True):
+        (chunk,) = build_model(override(small, {"model.fp32_head": fp32_head}))
+        mb = pack(batch, [0], 6, "cpu")
+        hidden = bridge.hidden_states(chunk, mb)
+        logp_T, _ = head.token_logprobs(chunk, hidden, mb, 1.0)
+        weight = bridge.unwrap_model(chunk).shared_embedding_or_output_weight()
+
+        exact_TV = (hidden[:, 0].double() @ weight.double().T).log_softmax(-1)
+        exact_T = exact_TV.gather(1, mb.targets[0].long()[:, None])[:, 0] * mb.mask[0]
+        off[fp32_head] = (logp_T - exact_T).abs().max().item()
+
+        logp_T.sum().backward()
+        assert chunk.module.embedding.word_embeddings.weight.main_grad.abs().sum() > 0
+    assert off[True] < 2e-6 < 5e-4 < off[False], off
