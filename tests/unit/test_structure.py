@@ -39,6 +39,11 @@ def test_the_code_has_paragraphs():
     assert structure.tokens_a_line([REPO / name for name in structure.TOP]) <= structure.TOKENS_A_LINE
 
 
+def test_every_wing_has_a_line_on_the_page_of_forks():
+    wings = {place.rpartition("/")[2] for place in structure.FLOORS if place.startswith("grpo/")} | {"parts"}
+    assert set(re.findall(r"^ +(\w+)/ ", (REPO / "docs/forking.md").read_text(), flags=re.MULTILINE)) == wings
+
+
 def test_links_and_paths_that_code_names_lead_to_files_and_headings():
     pages = [REPO / "README.md", *structure.pages(REPO)]
     heads = {page: {slug(line) for line in re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)} for page in pages}
