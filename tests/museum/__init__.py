@@ -34,19 +34,15 @@ class Exhibit:
         self.find().__code__ = self.compile()
 
     def compile(self) -> CodeType:
-        """The code of the function with the bug; what it has of an enclosing scope stays. Raises LookupError."""
+        """The code of the function with the bug. Raises LookupError where the function lacks the line."""
         function = self.find()
         source = textwrap.dedent(inspect.getsource(function))
         if source.count(self.before) != 1:
             raise LookupError(f"{self.name}: {source.count(self.before)} times in {self.function}: {self.before}")
-        source, name = source.replace(self.before, self.after), function.__name__
-        enclosed = function.__code__.co_freevars
-        if enclosed:
-            inner = textwrap.indent(source, "    ")
-            source = f"def enclosing({', '.join(enclosed)}):\n{inner}\n    return {name}\n"
         made = {}
+        source = source.replace(self.before, self.after)
         exec(compile(source, inspect.getfile(function), "exec"), function.__globals__, made)
-        return unwrapped(made["enclosing"](*enclosed) if enclosed else made[name]).__code__
+        return unwrapped(made[function.__name__]).__code__
 
     def find(self) -> FunctionType:
         """The function that has the bug."""
