@@ -60,7 +60,7 @@ def pytest_runtest_setup(item):
         return
     needed, there = mark.kwargs.get("ranks", 1), torch.cuda.device_count()
     if there < needed:
-        pytest.skip(f"needs {needed} GPUs, {there} are visible" if needed > 1 else "needs a GPU, none is visible")
+        pytest.skip(f"needs {needed} GPUs, {there} are visible")
 
 
 def differs_from_upstream(*files):

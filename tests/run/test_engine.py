@@ -130,6 +130,7 @@ ALPHABET = [*"0123456789>+-=", "7+8"]  # ids from 2 on; 0 is <eos>, 1 is <pad>, 
 STOPS = (f"rollout.stop={['<pad>', '7+', *(f'{digit}1' for digit in range(10))]}", "rollout.stop_token_ids=[15]")
 
 
+@pytest.mark.slow
 def test_answers_end_at_their_stops(train_forked, tmp_path, tiny):
     """The answers of a turn too. The second trainer agrees on ends, texts, log-probs and updates. An evaluation has its
     own stops, here none."""

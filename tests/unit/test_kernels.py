@@ -84,6 +84,7 @@ def test_on_a_gpu(of, dtype):
     check(of, dtype, "cuda")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not isinstance(kernels.triton, ModuleType), reason="no Triton")
 def test_in_the_interpreter():
     env = {**os.environ, "TRITON_INTERPRET": "1"}
