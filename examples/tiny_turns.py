@@ -1,9 +1,10 @@
 """Functions for `rollout.turns`: a game that the demo's model learns (configs/tiny_turns.yaml), and a Python tool."""
 
 import re
+import subprocess
 from collections.abc import Iterator
 
-from grpo.parts.judge import sandbox
+from rewards import sandbox
 
 
 def rows(secrets: str) -> Iterator[dict]:
@@ -35,7 +36,7 @@ def python(text: str, row: dict, state: dict) -> str | None:
         return None
     try:
         output = sandbox.output_of(blocks[-1], "", seconds=5, memory_mb=512, file_mb=16, allow_writes=False)
-    except sandbox.TooLong:
+    except subprocess.TimeoutExpired:
         output = "it took more than 5 seconds"
     if output is None:
         output = "it failed"

@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from grpo.parts.judge import sandbox
+from rewards import sandbox
 
 MAX_VALUE = 1_000_000  # characters of a value's repr; parsing takes 300 times as much memory
 
@@ -39,7 +39,7 @@ def code(
     """1 if the last fenced block, after `prelude`, passes all tests of the row, else 0. With `partial`: their share.
 
     Tests are assert statements, a program's input and output, or calls; `find_tests` says where they may be.
-    Raises sandbox.TooLong if one run takes longer than `seconds`, ValueError for a row without tests.
+    Raises subprocess.TimeoutExpired if one run takes longer than `seconds`, ValueError for a row without tests.
     """
     tests = find_tests(row, answer)
     blocks = re.findall(r"```(?:python3?|py)?[ \t]*\n(.*?)```", text, re.DOTALL)

@@ -22,7 +22,6 @@ from types import SimpleNamespace
 
 from grpo.parts.base import processes, user_code
 from grpo.parts.base.user_code import last_line
-from grpo.parts.judge import sandbox
 from grpo.step import named_rewards
 from grpo.step.named_rewards import Answer, Spec
 
@@ -188,7 +187,8 @@ class Worker:
         processes.kill_family(process.pid)
         code = process.wait()
         self.pipe.close()
-        sandbox.remove_tree(self.folder)
+        # A reward may have nested the folder deeper than shutil.rmtree can follow.
+        subprocess.run(["rm", "-rf", self.folder], stderr=subprocess.DEVNULL, check=False)
         return code
 
 
@@ -229,7 +229,7 @@ def attempt(function: Callable, *args) -> tuple:
     """(value, None) of a function, or (None, fields of a failed Outcome). "restart" stands for a new worker."""
     try:
         return function(*args), None
-    except sandbox.TooLong:
+    except subprocess.TimeoutExpired:  # of a program that the reward ran
         return None, {"status": "timeout"}
     except MemoryError as error:
         return None, {"status": "error", "error": last_line(error), "restart": True}

@@ -16,11 +16,6 @@ import sys
 import tempfile
 import types
 
-
-class TooLong(Exception):
-    """The program ran out of its `seconds`."""
-
-
 READY = b"ready\n"  # what the confined process writes to its standard error before it runs the program
 
 # The kernel's numbers, by the names of its headers.
@@ -68,7 +63,8 @@ def output_of(program, stdin, **limits) -> str | None:
 def run(job: dict, *, seconds, memory_mb, file_mb, allow_writes) -> tuple[int, str]:
     """Run job["program"] confined. Returns its exit code and its standard output, or the results of its tests.
 
-    Raises TooLong after `seconds` of wall clock, and RuntimeError if this machine cannot confine a program.
+    Raises subprocess.TimeoutExpired after `seconds` of wall clock. Raises RuntimeError if this machine cannot confine a
+    program.
     """
     folder = tempfile.mkdtemp(prefix="answer-")
     limits = {"seconds": seconds, "memory_mb": memory_mb, "file_mb": file_mb, "allow_writes": allow_writes}
@@ -87,15 +83,8 @@ def run(job: dict, *, seconds, memory_mb, file_mb, allow_writes) -> tuple[int, s
                 raise RuntimeError(f"no sandbox: {ended.stderr.decode(errors='replace').strip().splitlines()[-1:]}")
             stdout.seek(0)
             return ended.returncode, stdout.read().decode(errors="replace")
-    except subprocess.TimeoutExpired:  # it is killed
-        raise TooLong from None
-    finally:
-        remove_tree(folder)
-
-
-def remove_tree(folder):
-    """Remove a folder that a program may have nested deeper than shutil.rmtree can follow."""
-    subprocess.run(["rm", "-rf", folder], stderr=subprocess.DEVNULL, check=False)
+    finally:  # the program may have nested its folder deeper than shutil.rmtree can follow
+        subprocess.run(["rm", "-rf", folder], stderr=subprocess.DEVNULL, check=False)
 
 
 # ---------------------------------------------------------------- inside: drop rights, then run
