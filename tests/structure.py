@@ -8,6 +8,7 @@ A rule of one file takes its tree and yields (line, what is wrong).
 import ast
 import io
 import re
+import statistics
 import tokenize
 from collections.abc import Iterator
 from functools import cache
@@ -201,6 +202,43 @@ def tokens_a_line(paths: list[Path]) -> float:
     return total / lines
 
 
+# ---------------------------------------------------------------- capabilities
+
+# Capability → the names in code that are its own. It touches the files in which one of them stands.
+CAPABILITIES = {
+    "shared prompts": r"shares?_prompts|same_prompt_N|shared_positions|share_positions|at_any_copy|Copies",
+    "routes": r"[Rr]outes?|replay_routes",
+    "turns": r"turns|TURNS|Conversations",
+    "top_p": r"top_p|[Nn]uclei|is_cut",
+    "LoRA": r"lora|LoraConfig|adapters?",
+    "teacher": r"teacher|teacher_logp",
+    "gdpo": r"gdpo",
+    "reference": r"ref_logp|kl_coef|reference_on",
+    "replaced groups": r"max_rounds",
+    "overlong penalty": r"overlong_\w+",
+    "schedules": r"schedule|ScheduleConfig|Course",
+    "equal bits": r"match_engine|matched",
+    "fp32 head": r"fp32_head",
+    "offload": r"offload|offload_state|take_back_state",
+    "evaluation": r"eval_every|EvalConfig|eval_prompts",
+    "hints": r"hint_key|hinted",
+}
+
+
+def files_of_capabilities(root: Path) -> dict[str, list[str]]:
+    """{capability: the files of the core whose code names it}, without comments and docstrings."""
+    found = {capability: [] for capability in CAPABILITIES}
+    for path in core(root):
+        words = {name for _, name in names(parse(path))}
+        words |= {node.value for node in ast.walk(parse(path)) if isinstance(node, ast.Constant)}
+        words |= {alias for node in ast.walk(parse(path)) for module in modules(node) for alias in module.split(".")}
+        for capability, pattern in CAPABILITIES.items():
+            named = any(isinstance(word, str) and re.fullmatch(pattern, word) for word in words)
+            if named and (capability, path.stem) != ("schedules", "profiler"):  # torch.profiler.schedule
+                found[capability].append(path.stem)
+    return found
+
+
 # ---------------------------------------------------------------- floors
 
 # A folder of grpo/, rewards/ or a top file → its floor. An import leads to the same folder or to a lower floor.
@@ -284,6 +322,10 @@ def main(root: Path) -> None:
     print("\n".join(dull))
     top = tokens_a_line([root / name for name in TOP])
     print(f"{len(dull)} of {count} long functions without a paragraph; {top:.1f} tokens a line in the five files")
+    found = files_of_capabilities(root)
+    for capability, files in sorted(found.items(), key=lambda item: len(item[1])):
+        print(f"{capability} is in {len(files)} files: {', '.join(files)}")
+    print(f"a capability is in {statistics.median(map(len, found.values())):g} files (median)")
     print("\n".join(check_legend(root) + uncalled(root) + check_floors(root) + over_budget(weights(root))))
     print("  ".join(f"{name} {size}/{BUDGET.get(name, 0)}" for name, size in weights(root).items()))
 
