@@ -245,7 +245,7 @@ def export_and_save(run: Run, step: int) -> None:
             save(run, step)
 
 
-def evaluate(run: Run) -> tuple[dict[str, float], list[Sample]]:
+def evaluate(run: Run | evaluation.Sampler) -> tuple[dict[str, float], list[Sample]]:
     """Evaluate the current weights on data.eval. Returns the metrics of each source, and the samples."""
     options = run.cfg.eval
     prompts = dict(enumerate(run.inputs.eval_prompts))
