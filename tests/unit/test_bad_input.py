@@ -105,11 +105,11 @@ VLLM = {
         (f"{TAUGHT}; algo.advantage=none; algo.kl_coef=5; algo.kl_in=reward", ["use algo.kl_in=loss or algo."]),
         (f"{TAUGHT}; algo.reference_on=host", ["algo.reference_on=host has no"]),
         # names of the algorithm's branches
-        ("algo.advantage=gae", ["dr_grpo | rloo | grpo_loo | grpo_batch | max_rl | gdpo | reinforce_pp | none"]),
-        ("algo.loss=sapo", ["ppo_clip | gspo | cispo | ipo | dppo_tv | reinforce"]),
-        ("algo.loss_norm=mean", ["token_mean | seq_mean_token_mean | seq_mean_token_sum | seq_mean_token_sum_norm"]),
-        ("algo.kl=k4", ["k1 | k2 | k3 | k3+"]),
-        ("algo.correction=mis", ["none | tis | icepop | seq_mask"]),
+        ("algo.advantage=gae", ["dr_grpo, rloo, grpo_loo, grpo_batch, max_rl, gdpo, reinforce_pp, none"]),
+        ("algo.loss=sapo", ["ppo_clip, gspo, cispo, ipo, dppo_tv, reinforce"]),
+        ("algo.loss_norm=mean", ["token_mean, seq_mean_token_mean, seq_mean_token_sum, seq_mean_token_sum_norm"]),
+        ("algo.kl=k4", ["k1, k2, k3, k3+"]),
+        ("algo.correction=mis", ["none, tis, icepop, seq_mask"]),
         ("algo.correction_low=3", ["above algo.correction_high=2"]),
         # options of Megatron-core and vLLM
         *((f"megatron.{option}", [option.partition("=")[0], said]) for option, said in MEGATRON.items()),
