@@ -10,6 +10,8 @@ import json
 import os
 import queue
 import resource
+import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -17,7 +19,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, Pipe
+from multiprocessing.connection import Connection
 from types import SimpleNamespace
 
 from grpo.parts.base import processes, user_code
@@ -41,6 +43,7 @@ class Outcome:
 Job = tuple[bool, int, str, Future]
 
 LOAD_S = 600.0  # seconds of wall clock to load a reward: the import of a custom module, a model's weights
+MESSAGE_S = 60  # to receive the rest of a message that has begun to come
 TURNS = "rollout.turns"  # the key of a request that calls a function of rollout.turns instead of a reward
 MAX_TURN_BYTES = 100_000  # of the text that a function of rollout.turns returns, and of its state as JSON
 
@@ -144,7 +147,10 @@ class Worker:
     def start(self):
         """Start the process. What its rewards print goes to standard error."""
         self.folder = tempfile.mkdtemp(prefix="grading-")
-        self.pipe, theirs = Pipe()
+        ours, theirs = socket.socketpair()
+        # A reward that writes the beginning of a message into its pipe must not hang the run.
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", MESSAGE_S, 0))
+        self.pipe = Connection(ours.detach())
         path = os.pathsep.join(filter(None, [str(processes.REPO), os.environ.get("PYTHONPATH")]))
 
         self.process = subprocess.Popen(
@@ -176,7 +182,7 @@ class Worker:
                 self.stop()
                 return {"status": "timeout"}
             return json.loads(self.pipe.recv_bytes())
-        except (EOFError, OSError):
+        except (EOFError, OSError, ValueError):  # ValueError if a reward has written into its pipe
             return {"status": "error", "error": f"the grading process died (exit code {self.stop()})"}
 
     def stop(self) -> int | None:

@@ -38,7 +38,6 @@ class GroupedExperts(SequentialMLP):
         ends_E = tokens_per_expert.to(hidden_D.device, non_blocking=True).cumsum(0, dtype=torch.int32)
         fc1 = [expert.linear_fc1.weight for expert in self.local_experts]
         fc2 = [expert.linear_fc2.weight for expert in self.local_experts]
-        linear = grouped_linear if hasattr(fc1[0], "adapter") else GroupedLinear.apply
         gate_up_D = linear(hidden_D, ends_E, *fc1)  # [D, 2 ffn / etp]
         if self.config.bias_activation_fusion:
             act_D = weighted_bias_swiglu_impl(gate_up_D, None, probs_D.unsqueeze(-1))
@@ -49,6 +48,12 @@ class GroupedExperts(SequentialMLP):
     def named_modules(self, *args, **options):
         """In reverse, because Megatron's buffer stores weights from last to first: experts are in order there."""
         return reversed(list(super().named_modules(*args, **options)))
+
+
+def linear(x_D, ends_E, *weights):
+    """The linear layer of E experts, whose weights may have adapters; [D, in] → [D, out]."""
+    function = grouped_linear if hasattr(weights[0], "adapter") else GroupedLinear.apply
+    return function(x_D, ends_E, *weights)
 
 
 class GroupedLinear(torch.autograd.Function):
