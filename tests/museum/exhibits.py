@@ -197,7 +197,7 @@ EXHIBITS = {exhibit.name: exhibit for exhibit in [
         message="rewards: "),
     Exhibit("data_replayed", "every step takes the same prompts", "train_grpo:collect", "run.prompts_taken = taken",
         "run.prompts_taken = 0", where="open-instruct#1523", message="order: "),
-    Exhibit("epochs_alike", "every epoch has the same order", "grpo.parts.data.mixing:shuffle_epochs",
+    Exhibit("epochs_alike", "every epoch has the same order", "grpo.parts.data.prompts:shuffle_epochs",
         "[seed, epoch, chosen]", "[seed, 0, chosen]", setting="two epochs", message="order: "),
     Exhibit("weights_of_rewards_lost", "the weights of a sum of rewards do not reach the graders",
         "grpo.step.grading:GradingPool.__init__", "self.by_source = cfg.by_source",

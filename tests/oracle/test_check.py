@@ -10,7 +10,8 @@ import check
 import pytest
 import yaml
 
-from grpo.parts.data.mixing import draw_sets, shuffle_epochs
+from grpo.parts.data.mixing import draw_sets
+from grpo.parts.data.prompts import shuffle_epochs
 from oracle import formulas
 from oracle.algorithm import order_of
 from oracle.repeat import repeat

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from config import DataConfig
-from grpo.parts.data.mixing import draw_sets, shuffle_epochs
-from grpo.parts.data.prompts import Mixture, load_prompts, prompt_batch
+from grpo.parts.data.mixing import draw_sets
+from grpo.parts.data.prompts import Mixture, load_prompts, prompt_batch, shuffle_epochs
 from tests.conftest import tiny_config, write_rows
 
 

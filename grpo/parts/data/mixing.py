@@ -1,4 +1,4 @@
-"""The order of prompts: endless shuffled data sets, mixed by weight. The n-th follows from n and the seed alone."""
+"""Data sets mixed by weight: from which set the n-th prompt comes follows from n and the seed alone."""
 
 import numpy as np
 from numpy import ndarray
@@ -36,15 +36,3 @@ def block_counts(weights: list[float], blocks) -> ndarray:
     shifts = (np.arange(blocks) * GOLDEN) % 1
     counts_below = np.ceil(BLOCK * edges - shifts[:, None])  # integers below each edge, [blocks, sets + 1]
     return np.diff(counts_below, axis=1).astype(np.int64)
-
-
-def shuffle_epochs(drawn: list[tuple[int, int]], sizes: list[int], seed) -> list[tuple[int, int]]:
-    """(set, index in it) of each (set, number in the set's endless stream), which is reshuffled after each epoch."""
-    orders = {}  # (set, epoch) → order of the set's prompts
-    places = []
-    for chosen, number in drawn:
-        epoch, index = divmod(number, sizes[chosen])
-        if (chosen, epoch) not in orders:
-            orders[chosen, epoch] = np.random.default_rng([seed, epoch, chosen]).permutation(sizes[chosen])
-        places.append((chosen, int(orders[chosen, epoch][index])))
-    return places

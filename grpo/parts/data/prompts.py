@@ -223,8 +223,20 @@ def prompt_batch(prompts: Sequence[Prompt], taken, size, seed) -> list[Prompt]:
     if isinstance(prompts, Mixture):
         sets = prompts.sets
         drawn = mixing.draw_sets(prompts.weights, taken, size, seed)
-    places = mixing.shuffle_epochs(drawn, [len(each) for each in sets], seed)
+    places = shuffle_epochs(drawn, [len(each) for each in sets], seed)
     return [sets[chosen][index] for chosen, index in places]
+
+
+def shuffle_epochs(drawn: list[tuple[int, int]], sizes: list[int], seed) -> list[tuple[int, int]]:
+    """(set, index in it) of each (set, number in the set's endless stream), which is reshuffled after each epoch."""
+    orders = {}  # (set, epoch) → order of the set's prompts
+    places = []
+    for chosen, number in drawn:
+        epoch, index = divmod(number, sizes[chosen])
+        if (chosen, epoch) not in orders:
+            orders[chosen, epoch] = np.random.default_rng([seed, epoch, chosen]).permutation(sizes[chosen])
+        places.append((chosen, int(orders[chosen, epoch][index])))
+    return places
 
 
 def sampling_seed(seed, step, group) -> int:
