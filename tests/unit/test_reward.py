@@ -185,7 +185,7 @@ def test_code(text, tests, options, value):
     "function, answer, row, options, said",
     [
         (reward.gsm8k, "none", {}, {}, "holds no number"), (reward.multiple_choice, "42", {}, {}, "no letter"),
-        (reward.length_penalty, "", {}, {"limit": 2, "unit": "tokens"}, "legal are characters, words"),
+        (reward.length_penalty, "", {}, {"limit": 2, "unit": "tokens"}, "must be characters or words"),
         (reward.math_answer, "", {}, {}, "no mathematical expression"),
         (reward.math_answer, "\\frac{1}{", {}, {}, "no mathematical expression"),
         (code.code, "", {}, {}, "no tests"),
@@ -465,7 +465,7 @@ PLACES = {  # of a function → what is said
     "no.py:f": "reward.functions.m='no.py:f': give path/to/file.py:function, a file",
     "own.py:NoFunction": "has no __call__",
     "own.py:Novelty": "reward.options.m: missing a required argument: 'bonus'; its",
-    "own.py:verl": "so 'data_source' would get the text. Wrap verl's",
+    "own.py:verl": "so 'data_source' would get the text. Wrap",
     "own.py:exchanged": "so 'text' would get the answer",
 }
 
