@@ -298,7 +298,7 @@ def test_rows_of_a_function(load, tokenizer):
         "nothing": "it yields no rows for data.train=3",
         "nowhere": "rows_of_mine.py has no function 'nowhere'",
     }.items():
-        with pytest.raises(ValueError, match=rf"^data\.custom=.*own\.py:{function}: .*{message}"):
+        with pytest.raises(ValueError, match=rf"^data\.custom=rows_of_mine\.py:{function}: .*{message}"):
             own(function)
 
 
