@@ -121,7 +121,7 @@ def test_names_without_a_formula(copied):
 
     reconfigure(copied, "algo", loss="mine", loss_norm="mine", kl="mine")  # which this checkout does not have
     report = repeat(read_run(copied))
-    assert not report.parted() and "algo.loss_norm='mine': legal is" in report.table(), report.table()
+    assert not report.parted() and "algo.loss_norm='mine': must be one of" in report.table(), report.table()
 
 
 @pytest.mark.parametrize(("mine", "code"), [("loss,order", 1), ("seeds", 0), ("prompts", 2)])
