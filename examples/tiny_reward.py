@@ -6,7 +6,8 @@ def digits_in_place(text: str, answer: str, row: dict) -> float:
     return sum(a == b for a, b in zip(text, answer, strict=False)) / max(len(text), len(answer))
 
 
-def each_digit(text: str, answer: str, row: dict) -> list[tuple[int, int, float]]:
-    """The same reward as spans: (start, end, reward) for each character of the text."""
+def each_digit(text: str, answer: str, row: dict, response_ids: list[int]) -> list[float]:
+    """The same reward for each token of the answer: a token is a character here, and the end token has none."""
     longest = max(len(text), len(answer))
-    return [(i, i + 1, (a == b) / longest) for i, (a, b) in enumerate(zip(text, answer, strict=False))]
+    rewards = [(a == b) / longest for a, b in zip(text, answer, strict=False)]
+    return rewards + [0.0] * (len(response_ids) - len(rewards))

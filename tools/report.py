@@ -11,7 +11,6 @@ import gzip
 import hashlib
 import html
 import json
-import math
 import re
 import sys
 from collections import defaultdict
@@ -129,10 +128,6 @@ def read_group(number: int, samples: list[dict]) -> dict:
             "logp": s["rollout_logp"],
             "advantage": s.get("advantages", [s["advantage"]] * len(s["response_ids"])),
         }
-        if "trainer_logp" in s:
-            values["gap"] = [own - vllm for own, vllm in zip(s["trainer_logp"], s["rollout_logp"], strict=True)]
-        if "ratio" in s:
-            values["ratio"] = [math.log(max(ratio, 1e-9)) for ratio in s["ratio"]]
         for name, numbers in values.items():
             answer[name] = [float(f"{x:.4g}") for x in numbers]
         answers.append(answer)

@@ -183,7 +183,7 @@ def parts_of(value: float | dict, weight: float = 1.0) -> dict[str, float]:
         if part is None:  # it does not apply to this row
             continue
         if isinstance(part, (list, tuple)):
-            raise ValueError(f"{name} is a list: rewards of single tokens need recipes/token_rewards.patch")
+            raise ValueError(f"{name} is a list: a reward for each token needs recipes/token_rewards.patch")
         if isinstance(part, str) or not math.isfinite(part):
             raise ValueError(f"a reward must be a finite number; {name} is {part!r}")
         parts[str(name)] = weight * float(part)

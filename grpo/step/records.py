@@ -34,7 +34,6 @@ class Sample:
     reward: float = 0.0
     reward_parts: dict[str, float] = field(default_factory=dict)
     advantage: float = 0.0
-    tokens: dict[str, np.ndarray] = field(default_factory=dict)  # further numbers of each response token, for rollouts/
     seed: int | None = None  # of its group
 
     @property
@@ -55,8 +54,8 @@ class Sample:
     def as_row(self) -> dict:
         """The row of rollouts/: the fields that are not None, the turns, and vLLM's settings for each answer."""
         row = {name: value for name, value in vars(self).items() if value is not None}
-        del row["trace"], row["tokens"]
-        return row | {"turns": self.turns, "sampling": self.trace.requests} | self.tokens
+        del row["trace"]
+        return row | {"turns": self.turns, "sampling": self.trace.requests}
 
     @classmethod
     def of(cls, group: int, prompt, completion, text: str, seed: int) -> "Sample":
