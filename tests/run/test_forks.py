@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from oracle.models import Model, read_weights
+from rollout import Trace
 from tests.compare_runs import lasting
 from tests.conftest import REPO, read_rows, tiny_config, write_rows
 from tests.forks import EXERCISES, PATCHES, apply, changed_files, server_of, train_fork
@@ -100,7 +101,7 @@ def test_the_advantages_and_the_loss_of_a_critic_by_hand(fork):
 def test_the_credit_of_a_critic_by_hand(fork):
     """A prompt's tokens and an environment's have no values; the reward is at the last token."""
     module = fork("critic")
-    talk = module.Sample(0, [1, 1], [2, 3, 2], [-1.0, 0, -1], True, "", "", [1, 1, 1], reward=1.25)
+    talk = module.Sample(0, [1, 1], [2, 3, 2], [-1.0, 0, -1], True, "", "", Trace(turns=[1, 1, 1]), reward=1.25)
     short = module.Sample(0, [1], [2], [-1.0], False, "", "", reward=0.5)
     batch, logp = module.flatten([talk, short]), torch.tensor([9, 0.5, 9, -1.5, 0.5])
     assert batch.mask.tolist() == [False, True, False, True, True]
@@ -115,7 +116,7 @@ def test_the_credit_of_a_critic_by_hand(fork):
     # Less the values: -1/4, -1, -11/4, of mean -4/3; the environment's token has the advantage of its step.
     white = (np.array([-0.25, -1, -2.75]) + 4 / 3) / np.std([-0.25, -1, -2.75], ddof=1)
     np.testing.assert_allclose(got.advantages, white[[0, 0, 0, 1, 2]], rtol=1e-6)
-    np.testing.assert_allclose(talk.tokens["advantages"], white[[0, 0, 1]], rtol=1e-6)
+    np.testing.assert_allclose(talk.advantages, white[[0, 0, 1]], rtol=1e-6)
     assert talk.advantage == pytest.approx(white[0], rel=1e-6)
 
 

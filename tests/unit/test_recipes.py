@@ -11,6 +11,7 @@ import torch
 import megatron_bridge as bridge
 from config import AlgoConfig
 from oracle.models import Model, read_weights
+from rollout import Trace
 from tests.conftest import build_model, tiny_config, tiny_model
 from tests.unit.test_variants import F64, f64
 
@@ -98,7 +99,10 @@ def test_echo_by_hand_and_by_plain_transformers(world, fork, tmp_path):
     model = build_model(cfg)
     optimizer = bridge.build_optimizer(model, cfg.train, cfg.megatron)
     talks = [([3, 4], [5, 6, 7, 8], [1, 2, 1]), ([3, 4], [9, 2, 3], [1, 1, 1]), ([5], [6, 7], [2])]
-    samples = [script.Sample(0, ids, answer, [-1.0] * len(answer), True, "", "", turns) for ids, answer, turns in talks]
+    samples = [
+        script.Sample(0, ids, answer, [-1.0] * len(answer), True, "", "", Trace(turns=turns))
+        for ids, answer, turns in talks
+    ]
     batch = script.flatten(samples)
     batch = dataclasses.replace(batch, weights=batch.mask.float(), advantages=1.0 - batch.mask.float())
     trained = script.with_replies(batch, [0, 1, 2])

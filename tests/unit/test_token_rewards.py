@@ -1,110 +1,92 @@
-"""The recipe for rewards of single tokens: where they fall, and what each token then answers for."""
+"""The recipe for a reward of each token: what a reward function may return, and what each token then answers for."""
 
-import itertools
 import math
 from types import SimpleNamespace
 
-import make_tiny
 import numpy as np
 import pytest
-import transformers
 
-from config import AlgoConfig, RewardConfig
-from grpo.step.grading import Outcome
+from config import AlgoConfig, UserError
+from examples.tiny_reward import digits_in_place, each_digit
+from tests.forks import load
 
-E = 1e-6
-S = math.sqrt(1 / 3) + E
-U = 0.5 / (math.sqrt(0.3) + E)
+S = math.sqrt(0.3) + 1e-6
 
 
 @pytest.fixture
 def script(fork):
-    """The script with the recipe, as a module; `credit` is the recipe's new file."""
+    """The script with the recipe, as a module."""
     return fork("token_rewards")
 
 
-def test_a_span_counts_at_the_token_with_which_it_is_complete(script):
-    """A tokenizer of bytes and words whose tokens are known; special tokens, which the text leaves out, between."""
-    bpe = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=make_tiny.bpe_tokenizer(["she says: this costs 5 and that costs 6."] * 3, 300),
-        eos_token="<eos>", pad_token="<pad>",
-    )  # fmt: skip
-
-    def places(ids: list[int], spans) -> list[int]:
-        text = bpe.batch_decode([ids], skip_special_tokens=True)[0]
-        sample = SimpleNamespace(response_ids=np.array(ids, "i4"), text=text)
-        outcome, rows = script.credit.locate_rewards(Outcome({"reward": spans}), sample, bpe)
-        assert outcome.status == "ok" and outcome.parts == {"reward": math.fsum(value for _, _, value in spans)}
-        return rows["reward"]["place"].tolist()
-
-    words = ["Zoë ", "says", ":\n", "日本", " 😀", "👩‍🚀", " costs", " 5", "€", "."]
-    ids, ends = [], []
-    for number, word in enumerate(words):
-        ids += bpe.encode(word)
-        ends.append(len(ids) - 1)
-        ids += [bpe.pad_token_id] * (number == 4)
-    ids.append(bpe.eos_token_id)
-    ends[-1] = len(ids) - 1  # what ends with the text counts where the answer ends
-    assert places(ids, [[a, b, 1.0] for a, b in itertools.pairwise(np.cumsum([0, *map(len, words)]).tolist())]) == ends
-    cut = [*bpe.encode("ab"), *bpe.encode("日")[:-1]]  # within a letter
-    assert places(cut, [[0, 2, 1.0], [2, 3, -1.0]]) == [len(bpe.encode("ab")) - 1, len(cut) - 1]
-    assert places([bpe.eos_token_id], [[0, 0, 1.0]]) == [0]  # an answer without a text
-
-
-def made(script, group, length, rows: list | None, **parts):
-    """An answer to a prompt of two tokens; rows: (place, reward) of its single tokens."""
+def made(script, group, length, **parts):
+    """An answer to a prompt of two tokens, with a number or a list for each part of its reward."""
     sample = script.Sample(group, [1, 2], [3] * length, [-1.0] * length, True, "", "")
-    sample.reward_parts = dict(parts)
-    sample.token_rewards = None
-    if rows is not None:
-        sample.token_rewards = {"own": np.array(rows, script.credit.ROW)}
-        sample.reward_parts["own"] = sum(value for _, value in rows)
-    sample.reward = sum(sample.reward_parts.values())
+    sample.token_rewards = None  # a field of the recipe
+    script.set_rewards(sample, parts)
     return sample
 
 
-def advantages(script, samples, credit="to_go", **keys) -> list[list[float]]:
-    """Of each response token of each answer, as the samples note them, which is how the batch has them."""
-    algo = AlgoConfig(**keys).model_copy(update={"credit": credit})
-    batch = script.add_advantages(samples, script.flatten(samples), algo, RewardConfig(default={"own": 1.0}))
-    noted = [s.tokens.get("advantages", np.full(len(s.response_ids), s.advantage, "f4")) for s in samples]
-    assert batch.advantages[batch.mask].tolist() == np.concatenate(noted).tolist()
-    return [answer.tolist() for answer in noted]
+def advantages(script, samples, **keys) -> list[list[float]]:
+    """Of each response token of each answer; a prompt's positions have those of the first."""
+    batch = script.add_advantages(samples, script.flatten(samples), AlgoConfig(**keys))
+    answers = np.split(batch.advantages.numpy(), batch.starts_N[1:])
+    assert all(answer[0] == answer[1] == np.float32(s.advantage) for answer, s in zip(answers, samples, strict=True))
+    return [answer[1:].tolist() for answer in answers]
 
 
-@pytest.mark.parametrize(
-    "keys, want",
-    [
-        # From each token on: 1, 1, 0, 0; 2, 2, 1; 0, 0. The first two: mean 1, std 1. The third: 0, 1 and 0 (held):
-        # mean 1/3, variance (1 + 4 + 1) / 9 / 2; so the fourth, with 1 and 0 held.
-        ({"advantage": "dr_grpo"}, [[0, 0, -1 / 3, -1 / 3], [1, 1, 2 / 3], [-1, -1]]),
-        ({}, [[0, 0, -1 / 3 / S, -1 / 3 / S], [1 / (1 + E), 1 / (1 + E), 2 / 3 / S], [-1 / (1 + E)] * 2]),
-        # Against the mean of the others: 1, 1/2, 3/2; 1/2, 0.
-        ({"advantage": "rloo"}, [[0, 0, -1 / 2, -1 / 2], [1.5, 1.5, 1], [-1.5, -1.5]]),
-        ({"advantage": "dr_grpo", "credit": "answer"}, [[0] * 4, [1] * 3, [-1] * 2]),
-        # Six steps: three of 1, three of 0: mean 1/2, variance 6/4/5. Each is U or -U; then added up from the end.
-        ({"credit": "process"}, [[0, 0, -U, -U], [U, 2 * U, U], [-U, -U]]),
-    ],
-)
-def test_credit_by_hand(script, keys, want):
-    """Steps worth 1, 0 (of two tokens each); 0, 1, 1 (a token each, the last by a number); 0 (an empty list)."""
-    rows = ([(1, 1), (3, 0)], [(0, 0), (1, 1)], [])
-    samples = [made(script, 4, 4, rows[0]), made(script, 4, 3, rows[1], right=1.0), made(script, 4, 2, rows[2])]
-    for got, wanted in zip(advantages(script, samples, **keys), want, strict=True):
-        assert got == pytest.approx(wanted, rel=1e-6, abs=1e-7)
-    agreeing = [made(script, 0, 5, [(1, 0.1), (2, 0.1), (4, 0.3)]) for _ in range(3)]
-    if keys.get("credit") != "process":  # which compares the steps of an answer with each other too
-        assert all(a == 0 for answer in advantages(script, agreeing, **keys) for a in answer)
+@pytest.mark.parametrize("kind, by", [("dr_grpo", 1.0), ("grpo", S)])
+def test_process_supervision_by_hand(script, kind, by):
+    """Steps worth 1, 0; 1, 1; 0. Their mean is 3/5, their variance (3 · 0.4² + 2 · 0.6²) / 4 = 0.3."""
+    samples = [
+        made(script, 4, 4, own=[0.0, 1.0, 0.0, 0.0]),
+        made(script, 4, 3, own=[0.0, 1.0, 0.0], right=1.0),  # a number counts at the last token
+        made(script, 4, 2, own=[0.0, 0.0]),
+        made(script, 5, 2, own=[1.0, 1.0]),  # equal steps
+        made(script, 5, 1, right=1.0),  # of another source
+        made(script, 5, 1),  # the reward failed
+    ]
+    assert [s.reward for s in samples] == [1, 2, 0, 2, 1, 0]
+    assert samples[1].reward_parts == {"own": 1, "right": 1}
+    # The other group: 1, 1; 1; 0, of mean 3/4 and variance (3 / 16 + 9 / 16) / 3 = 1/4.
+    of = by if kind == "dr_grpo" else 0.5 + 1e-6
+    want = [np.array([-0.2, -0.2, -0.6, -0.6]) / by, np.array([0.8, 0.8, 0.4]) / by, np.array([-0.6, -0.6]) / by]
+    want += [np.array([0.5, 0.25]) / of, np.array([0.25]) / of, np.array([-0.75]) / of]
+    for got, wanted in zip(advantages(script, samples, advantage=kind), want, strict=True):
+        assert got == pytest.approx(wanted, rel=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["grpo", "grpo_loo", "reinforce_pp", "grpo_batch", "gdpo"])
+def test_a_penalty_on_the_length_counts_at_the_last_token(script):
+    sample = made(script, 0, 4, own=[0.0, 1.0, 0.0, 0.0])
+    script.penalize_length([sample], AlgoConfig(overlong_buffer=4, overlong_coef=1.0), limit=6)
+    assert sample.token_rewards.tolist() == [0, 1, 0, -0.5] and sample.reward == 0.5
+
+
+@pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "grpo_batch", "max_rl"])
 def test_a_number_is_a_list_of_zeros_that_ends_with_it(script, kind):
-    """Bit for bit: credit is finer only where rewards are. grpo_batch and gdpo compare whole answers in any case."""
+    """Bit for bit: an answer is then one step."""
     rng = np.random.default_rng(0)
-    groups, lengths, worth = rng.integers(0, 4, 24), rng.integers(1, 9, 24), rng.choice([0.0, 0.1, 1.0], 24)
-    answers = [*zip(groups.tolist(), lengths.tolist(), worth.tolist(), strict=True)]
-    number = advantages(script, [made(script, g, n, None, own=r) for g, n, r in answers], advantage=kind)
-    zeros = [made(script, g, n, [(i, r * (i == n - 1)) for i in range(n)]) for g, n, r in answers]
-    assert advantages(script, zeros, advantage=kind) == number
-    if kind in ("grpo_batch", "gdpo"):
-        assert advantages(script, [made(script, g, n, [(0, r)]) for g, n, r in answers], advantage=kind) == number
+    answers = list(zip(rng.integers(0, 4, 24).tolist(), rng.integers(1, 9, 24).tolist(), strict=True))
+    worth = rng.choice([0.0, 0.1, 1.0], 24).tolist()
+    numbers = [made(script, g, n, own=r) for (g, n), r in zip(answers, worth, strict=True)]
+    lists = [made(script, g, n, own=[0.0] * (n - 1) + [r]) for (g, n), r in zip(answers, worth, strict=True)]
+    assert advantages(script, lists, advantage=kind) == advantages(script, numbers, advantage=kind)
+
+
+@pytest.mark.parametrize("keys", [{"advantage": "rloo"}, {"advantage": "gdpo"}, {"kl_coef": 0.1, "kl_in": "reward"}])
+def test_what_needs_one_reward_an_answer_is_refused(script, keys):
+    with pytest.raises(UserError, match="rewards of tokens"):
+        script.step_advantages([made(script, 0, 2, own=[1.0, 0.0])], AlgoConfig(**keys))
+
+
+def test_a_list_has_a_number_for_each_token(script, tmp_path, monkeypatch):
+    """And a weight multiplies each of them. The demo's example has the reward of digits_in_place in total."""
+    rewards = load("forked_rewards", tmp_path / "fork/grpo/step/named_rewards.py", monkeypatch)
+    monkeypatch.setattr(rewards, "find", lambda name, cfg: {"custom": each_digit, "sum": digits_in_place}[name])
+    grade = rewards.load({"custom": 2.0, "sum": 1.0}, SimpleNamespace(options={}))
+    assert grade("2513", "2413", {}, [5, 8, 4, 6, 1]) == {"parts": {"custom": [0.5, 0, 0.5, 0.5, 0], "sum": 0.75}}
+    with pytest.raises(ValueError, match="reward has 4 rewards for 3 tokens"):
+        rewards.load("custom", SimpleNamespace(options={}))("2513", "2413", {}, [5, 8, 4])
+    for wrong in ([1.0, math.nan], [1.0, "1"], [1.0, [1.0]], [None]):
+        with pytest.raises((ValueError, TypeError)):
+            rewards.parts_of(wrong)
