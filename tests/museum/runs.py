@@ -156,18 +156,16 @@ def healthy(setting):
 
 # ---------------------------------------------------------------- the page
 
-COLUMNS = "| failures (where they happened) | noticed by | message |\n|---|---|---|\n"
-
 
 def write_page(outcomes: dict[str, Outcome], controls: dict[str, Outcome]):
     """docs/dev/museum.md, whose head stays, from {exhibit: outcome} and {setting: outcome without an exhibit}."""
-    alike = {}  # exhibits whose messages begin alike are one row
+    alike = {}  # exhibits whose messages begin alike are one list
     for name, exhibit in EXHIBITS.items():
         outcome = outcomes[name]
         begin = outcome.message if outcome.seen == "test" else re.sub(r"\d+", "n", outcome.message)[:25]
         alike.setdefault((outcome.seen, outcome.step, begin), []).append((exhibit, outcome))
     head = PAGE.read_text().partition("**")[0]
-    return f"{head}{score(outcomes, controls)}\n\n{COLUMNS}" + "".join(table_row(row) for row in alike.values())
+    return f"{head}{score(outcomes, controls)}\n" + "".join(paragraph(group) for group in alike.values())
 
 
 def score(outcomes: dict[str, Outcome], controls: dict[str, Outcome]):
@@ -184,13 +182,15 @@ def score(outcomes: dict[str, Outcome], controls: dict[str, Outcome]):
     )
 
 
-def table_row(alike: list[tuple[Exhibit, Outcome]]):
-    """The line of some exhibits, with the message of the first."""
+def paragraph(alike: list[tuple[Exhibit, Outcome]]):
+    """The list of some exhibits, below the message of the first."""
     _, outcome = alike[0]
-    by = {"run": f"the run, step {outcome.step}", "start": "the start", "check": "`make check`", "test": "a test"}
-    message = outcome.message.replace("|", "\\|")
+    by = {"run": f"the run in step {outcome.step}", "start": "the start", "check": "`make check`", "test": "a test"}
+    message = outcome.message
     if len(message) > 160:
         message = message[:157] + "..."
-    shown = f"`{message}`" if message else ""
-    names = [f"{exhibit.what} ({exhibit.where})" if exhibit.where else exhibit.what for exhibit, _ in alike]
-    return f"| {'; '.join(names)} | {by.get(outcome.seen, 'nothing')} | {shown} |\n"
+    shown = f": `{message}`" if message else "."
+    lines = ["", f"Noticed by {by.get(outcome.seen, 'nothing')}{shown}", ""]
+    for exhibit, _ in alike:
+        lines.append(f"- {exhibit.what} ({exhibit.where})" if exhibit.where else f"- {exhibit.what}")
+    return "\n".join(lines) + "\n"
