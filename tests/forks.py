@@ -28,7 +28,7 @@ def changed_files(diff) -> list[str]:
 
 def apply(name, folder):
     """Apply a patch to a copy of the sources in the new `folder`; skips the test in a fork that does not take it."""
-    for part in ("grpo", "tools", "examples"):
+    for part in ("grpo", "tools", "examples", "rewards"):
         shutil.copytree(REPO / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
     for file in REPO.glob("*.py"):
         shutil.copy(file, folder / file.name)
