@@ -1,11 +1,9 @@
-"""Rules that find, in its metrics, why a run cannot learn or is slow, and name the keys to change."""
+"""Rules that find, in its metrics, why a run cannot learn, and name the keys to change."""
 
 import math
 from collections import Counter
 from collections.abc import Iterator
-from statistics import fmean, median, variance
-
-STILL = 10  # steps whose mean reward is compared with that of as many before
+from statistics import median
 
 
 class Advice:
@@ -60,14 +58,6 @@ class Advice:
         low, high = min(self.rewards), max(self.rewards)
         return self.has_signal and self.rewards[-1] >= low + 0.8 * (high - low)
 
-    def stands_still(self) -> bool:
-        """Whether rewards have not risen, by two standard errors, in the last 2 · STILL steps; False before those."""
-        if len(self.rewards) < 2 * STILL:
-            return False
-        before, now = self.rewards[-2 * STILL : -STILL], self.rewards[-STILL:]
-        error = math.sqrt((variance(before) + variance(now)) / STILL)
-        return fmean(now) <= fmean(before) + 2 * error
-
 
 def sources(step) -> list[str]:
     """The sources of a step's samples."""
@@ -78,12 +68,6 @@ def sources(step) -> list[str]:
 def is_same(a: float, b: float) -> bool:
     """Whether a mean of rewards equals a reward within rounding."""
     return math.isclose(a, b, rel_tol=1e-6, abs_tol=1e-9)
-
-
-def number(step, name) -> float:
-    """A metric, or NaN if it is off or missing. Every comparison with NaN is False."""
-    value = step.get(name)
-    return math.nan if value is None else value
 
 
 # ---------------------------------------------------------------- a step that learns nothing
@@ -136,16 +120,12 @@ def problems(step, run) -> Iterator[tuple[str, str]]:
     if step["groups/zero_std_frac"] >= 1 and step["reward/std"] >= 1e-9 and step["advantage/nonzero_frac"] <= 0:
         yield "no_mixed_group", "no group has answers of unequal rewards, so no reward has an effect"
     yield from problems_of_answers(step, run)
-    yield from problems_of_updates(step, run)
 
-    # A few long answers keep all others waiting.
-    ratio = step["tokens/response_max"] / max(step["tokens/response_mean"], 1.0)
-    if ratio >= 6 and number(step, "time/rollout") >= 0.5 * number(step, "time/step"):
-        longest = f"the longest answer has {ratio:.0f} times the mean length"
-        yield "long_tail", f"{longest}, and sampling takes half of a step or more"
-    bubble = number(step, "pipeline/bubble")
-    if bubble >= 0.2:
-        yield "idle_stages", f"pipeline stages idle {bubble:.0%} of an update"
+    # Updates too small for the weights' precision.
+    if step.get("sync/changed") == 0 and step["update/applied"] != 0 and step["lr"] != 0:
+        yield "unchanged_push", f"updates of learning rate {step['lr']:g} have changed no weight that vLLM samples with"
+    if run.idle_steps > 0:
+        yield "nothing_learnt", why_idle(step, run.cfg.train.patience)
 
 
 def problems_of_rewards(step, run):
@@ -156,8 +136,7 @@ def problems_of_rewards(step, run):
             same[source] = run.best[source]
     if same:
         values = " and ".join(f"{reward:g} in the source {source}" for source, reward in same.items())
-        guess = ", as if no answer ever matched" if 0 in same.values() else ""
-        yield "one_reward", f"every reward was the same so far: {values}{guess}"
+        yield "one_reward", f"every reward was the same so far: {values}"
 
     # Answers of different rewards, in most steps, have become answers of one reward that is not the best.
     differed = run.has_signal and median(run.spreads[-100:-5] or [0.0]) > 1e-9
@@ -172,26 +151,6 @@ def problems_of_answers(step, run):
     if step["tokens/response_max"] <= 1 and step["tokens/truncated_frac"] <= 0:
         stops = run.cfg.rollout.model_dump(include={"stop", "stop_token_ids"})
         yield "all_empty", f"every answer is empty: its first token ends it, an end token or one of rollout's {stops}"
-    share = number(step, "entropy_frac")
-    if share > 0.98 and run.stands_still():
-        yield "noise", f"the entropy is {share:.0%} of its maximum and rewards stand still: answers are noise"
-
-
-def problems_of_updates(step, run):
-    # Updates too small for the weights' precision.
-    if number(step, "sync/changed") == 0 and step["update/applied"] != 0 and step["lr"] != 0:
-        yield "unchanged_push", f"updates of learning rate {step['lr']:g} have changed no weight that vLLM samples with"
-
-    algo = run.cfg.algo
-    if number(step, "mismatch/cut_frac") == 1 and algo.correction in ("icepop", "seq_mask"):
-        yield "all_masked", f"algo.correction={algo.correction} masks every token: all weights are outside its bounds"
-    if run.idle_steps > 0:
-        yield "nothing_learnt", why_idle(step, run.cfg.train.patience)
-
-    # GSPO's bounds are for the mean of an answer, so narrow that they bind at many tokens: arXiv 2507.18071, 5.2.
-    share = number(step, "ratio/clip_frac")
-    if share >= 0.2 and algo.loss != "gspo":
-        yield "clipped_ratios", f"the clip binds at {share:.0%} of the tokens"
 
 
 LOWER = "a lower train.lr, from an earlier checkpoint"
@@ -204,11 +163,6 @@ RULES = {  # rule → for how many steps in a row it has to hold, what to turn; 
     "no_mixed_group": (5, ["a larger rollout.group_size", "a higher rollout.temperature", ROUNDS]),
     "no_end_token": (5, [LONGER, "data.chat_template", "rollout.stop_token_ids", "rollout.stop"]),
     "all_empty": (3, ["data.chat_template", "reward.default, if it prefers an empty answer", "rollout.stop", LOWER]),
-    "noise": (10, ["a smaller algo.entropy_coef", "a lower rollout.temperature", "a trained model in model.path"]),
     "unchanged_push": (3, ["a higher train.lr", "model.dtype=fp32"]),
-    "all_masked": (3, ["algo.correction_low and algo.correction_high further apart", "algo.correction=tis"]),
     "nothing_learnt": (5, [EASIER, ROUNDS, "a larger rollout.group_size", "train.patience=0, which never ends it"]),
-    "clipped_ratios": (20, ["a lower train.lr", "fewer train.updates_per_step", "fewer train.epochs_per_step"]),
-    "long_tail": (20, ["a smaller rollout.max_new_tokens", "more rollout.prompts_per_step", "algo.overlong_buffer"]),
-    "idle_stages": (20, ["more rollout.prompts_per_step", "parallel.vpp=2"]),
 }

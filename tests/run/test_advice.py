@@ -15,9 +15,8 @@ from tools.report import Run
 CFG = Config(model={"path": "m"}, data={"train": "d"})
 HEALTHY = {
     "reward/mean": 0.5, "reward/std": 0.5, "reward/a/mean": 0.5, "reward/a/max": 1.0, "groups/zero_std_frac": 0.2,
-    "advantage/nonzero_frac": 0.8, "update/applied": 1, "lr": 1e-6, "kl/ref": 0.01, "entropy_frac": 0.1,
-    "tokens/truncated_frac": 0.1, "tokens/response_max": 90.0, "tokens/response_mean": 30.0, "sync/changed": 1.0,
-    "mismatch/cut_frac": 0.0, "ratio/clip_frac": 0.01, "time/rollout": 5.0, "time/step": 10.0, "pipeline/bubble": 0.0,
+    "advantage/nonzero_frac": 0.8, "update/applied": 1, "lr": 1e-6, "tokens/truncated_frac": 0.1,
+    "tokens/response_max": 90.0, "sync/changed": 1.0,
 }  # fmt: skip
 SKIPPED = {"groups/zero_std_frac": 1.0, "advantage/nonzero_frac": 0.0, "update/applied": 0, "sync/changed": 0.0}
 
@@ -43,14 +42,9 @@ CASES = [  # rule, calm steps before, the step, how many of it, keys
     ("no_mixed_group", 9, SKIPPED, 5, {}),
     ("no_end_token", 0, {"tokens/truncated_frac": 1.0}, 5, {}),
     ("all_empty", 9, {"tokens/response_max": 1.0, "tokens/truncated_frac": 0.0}, 3, {}),
-    ("noise", 20, {"entropy_frac": 0.99, "reward/mean": 0.3}, 10, {}),
     ("unchanged_push", 9, {"sync/changed": 0.0}, 3, {}),
-    ("all_masked", 9, {"mismatch/cut_frac": 1.0}, 3, {"algo__correction": "icepop"}),
     ("nothing_learnt", 9, {"lr": 0.0, "reward/mean": 0.1}, 5, {}),
     ("nothing_learnt", 0, {**all_equal(0.0), "update/applied": 1}, 5, {"algo__kl_coef": 0.001}),
-    ("clipped_ratios", 9, {"ratio/clip_frac": 0.3}, 20, {}),
-    ("long_tail", 9, {"tokens/response_max": 300.0}, 20, {}),
-    ("idle_stages", 9, {"pipeline/bubble": 0.3}, 20, {}),
 ]
 
 
@@ -58,8 +52,7 @@ CASES = [  # rule, calm steps before, the step, how many of it, keys
 def test_a_rule_speaks_as_soon_as_its_evidence_is_enough(rule, before, step, steps, keys):
     calm = [{"reward/mean": 0.3 + 0.2 * (i % 2)} for i in range(before)]
     assert advise(calm + [step] * (steps + 40), **keys)[0][rule] == before + steps
-    if rule != "noise":  # it looks back itself
-        assert rule not in advise((calm + [step] * (steps - 1) + [{}]) * 3, **keys)[0]
+    assert rule not in advise((calm + [step] * (steps - 1) + [{}]) * 3, **keys)[0]
 
 
 def test_every_rule_names_keys_that_exist():
@@ -72,7 +65,6 @@ def test_every_rule_names_keys_that_exist():
 
 def test_calm_runs_are_left_alone():
     assert advise([{}] * 200)[0] == {}
-    assert advise([{"kl/ref": None, "entropy_frac": None, "pipeline/bubble": None}] * 200)[0] == {}
 
 
 def test_a_source_is_told_alone_and_the_cause_names_the_key():
@@ -80,7 +72,7 @@ def test_a_source_is_told_alone_and_the_cause_names_the_key():
     told, advice = advise([{}, {"reward/b/mean": 0.0, "reward/b/max": 0.0}] * 5)
     assert told == {"one_reward": 10} and advice.idle_steps == 0
     text = advice.add({"step": 11} | HEALTHY)["one_reward"]
-    assert "0 in the source b, as if no answer ever matched: try data.answer_key" in text and "source a" not in text
+    assert "0 in the source b: try data.answer_key" in text and "source a" not in text
 
 
 @pytest.mark.parametrize(
@@ -123,7 +115,7 @@ def test_a_dead_run_saves_ends_and_goes_on_when_mended(train_forked, tiny, tmp_p
     assert [path.name for path in (run.out / "checkpoints").iterdir()] == ["step_000004"]
     again = train_forked(2, *keys, "resume=auto")
     assert again.code == 1 and len(again.metrics) == 5, again.text
-    assert "warning: step 5: every reward was the same so far: 0 in the source reverse, as if" in again.text
+    assert "warning: step 5: every reward was the same so far: 0 in the source reverse" in again.text
     assert len(Run(again.out).find_hints()) == 2  # one_reward and nothing_learnt
     # The same prompts with another answer column are other data; another reward mends it too.
     (tmp_path / "reward.py").write_text("def reward(text, answer, row):\n    return float(len(text))\n")
