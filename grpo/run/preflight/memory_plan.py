@@ -9,7 +9,6 @@ docs/dev/memory-plan.md is about it.
 import contextlib
 import math
 import warnings
-from collections import Counter
 from dataclasses import dataclass
 
 import torch
@@ -24,14 +23,16 @@ from grpo.parts.model.gated_delta import CHUNK, linear_sizes
 from grpo.parts.model.head import LOGITS_CHUNK
 from grpo.run.preflight import configuration
 from grpo.run.preflight.costs import PHASES, costs, host_bytes, host_stepped
-from grpo.run.preflight.explain import MEMORY, NO_CACHE, NO_STATES, VLLM_MEMORY
+from grpo.run.preflight.explain import MEMORY, NO_CACHE, VLLM_MEMORY
 
 # isort: split
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 GB = 10**9
 GPU_BYTES = 80 * GB  # if there is no GPU to ask
-RESERVE = 0.1  # of a GPU, for CUDA, NCCL and cuBLAS, vLLM's CUDA graphs and fragments: assumed, not measured
+RESERVE = (
+    0.1  # of a GPU, for CUDA, NCCL and cuBLAS, vLLM's CUDA graphs, fragments, merged adapters: assumed, not measured
+)
 META = torch.device("meta")
 LOGIT = 12  # bytes for each logit of a chunk at the peak without Triton; its gradient is written over it
 BLOCK = 16  # tokens of a block of vLLM's KV cache, or a multiple
@@ -46,8 +47,6 @@ class Held:
     update: int  # what Adam allocates while it steps: one fp32 element for each weight that it steps on the GPU
     push: int  # peak of one bucket on its way to vLLM
     export: int  # peak of one bucket on its way to an export
-    merged: int  # peak of adding adapters to weights (grpo/parts/model/lora.py): one in fp32, all that it joins as is
-    largest: int  # elements of the largest weight that is trained
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,6 @@ class Sampling:
     loading: int  # while a push loads weights: a whole layer as it was pushed, and its shard of it once more
     tokens: int  # in the cache of an engine
     sequences: int  # of the longest possible, at once
-    stateless: int  # of the sequences that it would run at once, those without room for states of linear attention
 
 
 @dataclass(frozen=True)
@@ -97,22 +95,16 @@ def plan(cfg, world_size, gpu) -> Plan:
     """The plan of a run on `world_size` ranks with a GPU of `gpu` bytes each."""
     hf = read_config(cfg.model.path)
     r, pp = cfg.rollout, cfg.parallel.pp
-
-    # Of the inner stages with the same kinds of layers, the first keeps most.
-    inner = {}
-    for stage, chunks in enumerate(split_layers(hf, cfg)):
-        kinds = str([[bridge.has_linear_attention(hf, layer) for layer in chunk] for chunk in chunks])
-        if 0 < stage < pp - 1:
-            inner.setdefault(kinds, stage)
-    stages = sorted({0, *inner.values(), pp - 1})
-
-    held = {stage: count(cfg, world_size, stage * world_size // pp) for stage in stages}
     weights = count_weights(cfg.model.path)
     vllm = plan_sampling(hf, cfg, weights, gpu, r.prompts_per_step * r.group_size * r.tp // world_size)
 
+    table = []  # of each stage, {phase: {what: bytes}}
+    for stage in range(pp):
+        held = count(cfg, world_size, rank=stage * world_size // pp)
+        table.append(stage_phases(hf, cfg, world_size, stage, held, vllm, gpu))
+
     # In each phase, the stage that takes most counts.
-    table = {stage: stage_phases(hf, cfg, world_size, stage, held[stage], vllm, gpu) for stage in stages}
-    largest = {phase: max(stages, key=lambda stage: total(table[stage][phase])) for phase in table[0]}
+    largest = {phase: max(range(pp), key=lambda stage: total(table[stage][phase])) for phase in table[0]}
     phases = {phase: table[stage][phase] for phase, stage in largest.items()}
 
     teacher = count_weights(cfg.algo.teacher) if "teacher" in costs(cfg, world_size) else 0
@@ -127,7 +119,6 @@ def stage_phases(hf, cfg, world_size, stage, held: Held, vllm: Sampling, gpu) ->
     """
     t = cfg.train
     state = {phase: held_in(phase, held, cfg, world_size) for phase in PHASES}
-    merged = {"merged": held.merged} if held.merged else {}
 
     # The head is on the last stage.
     train_head, score_head = 0, 0
@@ -137,10 +128,10 @@ def stage_phases(hf, cfg, world_size, stage, held: Held, vllm: Sampling, gpu) ->
 
     # Training keeps the activations of all layers, scoring keeps one layer at a time.
     kept, within = activation_bytes(hf, cfg, stage)
-    backward = max({"activations": kept, "log-probs": train_head}, {"activations": kept + within} | merged, key=total)
-    layer = max(map(total, stage_elements(hf, cfg, stage)), default=0)
+    backward = max({"activations": kept, "log-probs": train_head}, {"activations": kept + within}, key=total)
+    layer = max(stage_elements(hf, cfg, stage), default=0)
     row = t.logprob_max_tokens_per_micro_batch // cfg.parallel.cp
-    scoring = {"activations": int(layer * row * item_size(cfg))} | merged
+    scoring = {"activations": int(layer * row * item_size(cfg))}
 
     # While Megatron fills its buffers, weights are there twice.
     filling = {"weights": 2 * held.gpu["weights"] - held.frozen, "gradients": held.gpu["gradients"]}
@@ -151,7 +142,7 @@ def stage_phases(hf, cfg, world_size, stage, held: Held, vllm: Sampling, gpu) ->
         "logprob": state["logprob"] | max(scoring, {"log-probs": score_head}, key=total),
         "train": max(state["train"] | backward, state["update"] | {"update": held.update}, key=total),
         "sync": state["sync"] | {"vLLM": vllm.weights + vllm.loading, "bucket": held.push},
-        "save": state["save"] | {"vLLM": share, "copies": max(4 * held.largest, held.export)},
+        "save": state["save"] | {"vLLM": share, "copies": held.export},
     }
     return {phase: parts | {"reserve": int(RESERVE * gpu)} for phase, parts in phases.items()}
 
@@ -199,12 +190,6 @@ def shortage(cfg, found: Plan) -> str | None:
         lines.append(f"the plan does not fit a GPU of {found.gpu / GB:.1f} GB: {sizes}")
         lines += [f"  {phase}: turn one of {'; '.join(MEMORY[phase])}" for phase in over]
 
-    if found.sampling.stateless:
-        lines.append(
-            "vLLM's share of the GPU has no room for the states of linear attention of "
-            f"{found.sampling.stateless} of the sequences that it would run at once\n"
-            f"  turn one of {'; '.join(VLLM_MEMORY[NO_STATES])}"
-        )
     if found.sampling.sequences == 0:
         lines.append(
             f"vLLM's share of the GPU has no room for one sample of {configuration.longest_sample(cfg)} tokens\n"
@@ -245,18 +230,12 @@ def count(cfg, world_size, rank) -> Held:
             teacher = build_on_meta(cfg.algo.teacher, cfg, None)
             gpu["teacher"] = sum(weight.nbytes for chunk in teacher for weight in chunk.parameters())
 
-        merged = Counter()  # (weight, bytes of it in fp32) → bytes that are joined; of experts all of a layer are
-        for name, weight in own.items():
-            if hasattr(weight, "adapter"):
-                merged[bridge.EXPERT.sub("", name), 4 * weight.numel()] += weight.nbytes
         return Held(
             gpu=gpu,
             frozen=frozen,
             update=int(4 * stepped * (1 - host_stepped(cfg))),
             push=push_bytes(own, hf, cfg.rollout.sync_bucket_mb << 20, item_size(cfg)),
             export=push_bytes(own, hf, bridge.BUCKET_BYTES, item_size(cfg)),
-            merged=max((joined + fp32 for (_, fp32), joined in merged.items()), default=0),
-            largest=max(weight.numel() for weight in trained.values()),
         )
 
 
@@ -327,6 +306,8 @@ def activation_bytes(hf, cfg, stage) -> tuple[int, int]:
     Each micro-batch in flight keeps its own: p - i of them on stage i of p. With v chunks a stage, each 1 / v of a
     micro-batch, there are 2 (p - i - 1) + (v - 1) p + 1 (arXiv 2104.04473). An update with fewer keeps less.
 
+    Selective recomputation and recompute_method=block are not counted: with these the plan is too large.
+
     Keys and values of shared prompts, copied for each answer, are within: packing.COPY counts them as positions of the
     row.
     """
@@ -336,55 +317,37 @@ def activation_bytes(hf, cfg, stage) -> tuple[int, int]:
         in_flight = 2 * (p.pp - stage - 1) + (p.vpp - 1) * p.pp + 1
 
     layers = stage_elements(hf, cfg, stage)
-    sizes = [*map(total, layers)]
-    kept, within = sum(sizes), 0.0
-    recompute = cfg.megatron.get("recompute_granularity")
-    if recompute == "selective":  # core_attn frees nothing: its inputs are as large
-        blocks = cfg.megatron.get("recompute_modules") or []
-        again = [sum(elements.get(block, 0.0) for block in blocks) for elements in layers]
-        kept, within = kept - sum(again), max(again, default=0.0)
-    elif recompute == "full":  # only the input is kept of each group of layers, or of the first layers
+    kept = sum(layers)
+    within = max(layers, default=0.0)  # gradients inside a layer: at most as large as what it keeps
+    if cfg.megatron.get("recompute_method") == "uniform":  # of each group of layers, only the input is kept
         size = cfg.megatron.get("recompute_num_layers") or 1
-        groups, others = [sizes[i : i + size] for i in range(0, len(sizes), size)], []
-        if cfg.megatron.get("recompute_method") == "block":
-            groups, others = [[layer] for layer in sizes[:size]], sizes[size:]
-        kept = len(groups) * residual(hf, p) + sum(others)
-        within = max(map(sum, groups), default=0.0)
+        groups = [sum(layers[i : i + size]) for i in range(0, len(layers), size)]
+        kept = len(groups) * residual(hf, p)
+        within += max(groups, default=0.0)
 
-    within += max((max(elements.values()) for elements in layers), default=0.0)  # gradients of its largest block
     row = cfg.train.max_tokens_per_micro_batch // p.cp * item_size(cfg)
     return int(in_flight * kept * row), int(within * row)
 
 
-def stage_elements(hf, cfg, stage) -> list[dict[str, float]]:
+def stage_elements(hf, cfg, stage) -> list[float]:
     """`layer_elements` of the layers of a pipeline stage, of the chunk that keeps most."""
-    chunks = [[layer_elements(hf, cfg, layer) for layer in chunk] for chunk in split_layers(hf, cfg)[stage]]
-    return max(chunks, key=lambda layers: sum(map(total, layers)))
+    config = bridge.transformer_config(hf, cfg.parallel, bridge.DTYPES[cfg.model.dtype], cfg.megatron)
+    chunks = bridge.stage_layers(config)[stage]
+    return max(([layer_elements(hf, cfg, layer) for layer in chunk] for chunk in chunks), key=sum)
 
 
-def split_layers(hf, cfg) -> list[list[range]]:
-    return bridge.stage_layers(
-        bridge.transformer_config(hf, cfg.parallel, bridge.DTYPES[cfg.model.dtype], cfg.megatron)
-    )
-
-
-def layer_elements(hf, cfg, layer) -> dict[str, float]:
-    """Elements that a layer keeps for its backward pass, for each token of a rank's rows, by block."""
+def layer_elements(hf, cfg, layer) -> float:
+    """Elements that a layer keeps for its backward pass, for each token of a rank's rows."""
     p = cfg.parallel
-    elements = {"norms": 4 * residual(hf, p)}  # input and output of two
-    if bridge.has_linear_attention(hf, layer):
-        elements["attention"] = linear_elements(hf, cfg)
-    else:
-        elements["attention"] = attention_elements(hf, cfg)
+    elements = 4 * residual(hf, p)  # input and output of two norms
+    elements += linear_elements(hf, cfg) if bridge.has_linear_attention(hf, layer) else attention_elements(hf, cfg)
+    if not bridge.is_moe(hf):
+        return elements + 3 * hf.intermediate_size / p.tp  # gate and up, their product
 
-    if bridge.is_moe(hf):
-        rows = hf.num_experts_per_tok * p.etp / p.tp  # of a token, spread evenly
-        shared = getattr(hf, "shared_expert_intermediate_size", None) or 0
-        elements["moe"] = rows * (hf.hidden_size + 4 * bridge.expert_width(hf) / p.etp)  # with the weighted product
-        elements["shared_experts"] = 3 * shared / p.tp
-    else:
-        elements["mlp"] = 3 * hf.intermediate_size / p.tp  # gate and up, their product
-    return elements
+    rows = hf.num_experts_per_tok * p.etp / p.tp  # of a token, spread evenly
+    shared = getattr(hf, "shared_expert_intermediate_size", None) or 0
+    elements += rows * (hf.hidden_size + 4 * bridge.expert_width(hf) / p.etp)  # with the weighted product
+    return elements + 3 * shared / p.tp
 
 
 def residual(hf, p: ParallelConfig) -> float:
@@ -414,16 +377,15 @@ def attention_elements(hf, cfg) -> float:
 
 
 def linear_elements(hf, cfg) -> float:
-    """Elements that linear attention (GatedDeltaNet) keeps; in bf16 by fla's code, not measured on a GPU."""
+    """Elements that linear attention (GatedDeltaNet) keeps, by fla's code; not measured on a GPU.
+
+    In fp32 torch's rule runs instead, which keeps about three times as much.
+    """
     _, heads, keys, values = (size / cfg.parallel.tp for size in linear_sizes(hf))
     wide = 4 / item_size(cfg)
     gated = (3 + 2 * wide) * values  # input and output of the norm, gate and its silu in fp32, their product
-    if cfg.model.dtype != "fp32":  # inputs of the convolution and of the rule, and the inverses of its systems
-        return gated + (2 * keys + values) + (2 * keys + values) + heads * CHUNK
-
-    # torch's rule repeats keys, and keeps six matrices of a chunk, and its states.
-    rule = 5 * heads * hf.linear_key_head_dim + 3 * values + 6 * heads * CHUNK + values * hf.linear_key_head_dim / CHUNK
-    return gated + 5 * (2 * keys + values) + 2 * keys + rule
+    inputs = 2 * (2 * keys + values)  # of the convolution and of the rule
+    return gated + inputs + heads * CHUNK  # and the inverses of the rule's systems
 
 
 def head_bytes(hf, cfg, tokens: int) -> int:
@@ -450,8 +412,8 @@ def plan_sampling(hf, cfg, weights: int, gpu, samples: int) -> Sampling:
     batch = r.vllm.get("max_num_batched_tokens") or batch
     at_once = r.vllm.get("max_num_seqs") or at_once
 
-    # Its weights, and the tables of its sampler: a count of each token, and a bit.
-    asleep = weights * size / r.tp + 4 * at_once * (hf.vocab_size + math.ceil(hf.vocab_size / 32))
+    # Its weights, and the table of its sampler: a count of each token.
+    asleep = weights * size / r.tp + 4 * at_once * hf.vocab_size
     embedding = hf.vocab_size * hf.hidden_size
     ends = (1 if hf.tie_word_embeddings else 2) * embedding
     layer = max((weights - ends) / hf.num_hidden_layers, embedding) * size
@@ -470,10 +432,9 @@ def plan_sampling(hf, cfg, weights: int, gpu, samples: int) -> Sampling:
     cache = int(r.gpu_memory_utilization * gpu - asleep - work)
     kv_size = 1 if "fp8" in str(r.vllm.get("kv_cache_dtype")) else size
     token, state = 2 * kv_heads * bridge.head_dim(hf) * kv_size, 0
-    if linear:  # inputs of the convolution, and the heads' states
-        wide = 4 if getattr(hf, "mamba_ssm_dtype", None) == "float32" else size
+    if linear:  # inputs of the convolution, and the heads' states in fp32
         inputs = (hf.linear_conv_kernel_dim - 1) * (2 * keys + values) * size
-        state = (inputs + values * hf.linear_key_head_dim * wide) / r.tp
+        state = (inputs + values * hf.linear_key_head_dim * 4) / r.tp
 
     # Keys and values of a block take no less than a state. A block is one of all layers with attention, or as many
     # states.
@@ -489,5 +450,4 @@ def plan_sampling(hf, cfg, weights: int, gpu, samples: int) -> Sampling:
         loading=int(layer * (1 + 1 / r.tp)),
         tokens=int(sequences * longest),
         sequences=int(sequences),
-        stateless=max(at_once - blocks, 0) if linear else 0,
     )
