@@ -30,9 +30,8 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 GB = 10**9
 GPU_BYTES = 80 * GB  # if there is no GPU to ask
-RESERVE = (
-    0.1  # of a GPU, for CUDA, NCCL and cuBLAS, vLLM's CUDA graphs, fragments, merged adapters: assumed, not measured
-)
+# Of a GPU, for CUDA, NCCL and cuBLAS, vLLM's CUDA graphs, fragments and merged adapters: assumed, not measured.
+RESERVE = 0.1
 META = torch.device("meta")
 LOGIT = 12  # bytes for each logit of a chunk at the peak without Triton; its gradient is written over it
 BLOCK = 16  # tokens of a block of vLLM's KV cache, or a multiple
