@@ -141,7 +141,7 @@ def test_copies_of_key_value_heads_are_found_out_and_held_to():
     for hf, changed in ((zero, 1.0), (old, 0.5), (old, 0.0), (new, 0.5)):
         compared(check, hf, [hf, hf])
         assert check.metrics == {"sync/checked": 1, "sync/changed": changed}
-    factors = [check.factors[f] for f in check.fits.argmax(0)]
+    factors = [check.factors[f] for f in check.fits[:, 0].argmax(0)]
     assert factors == [(1, 2), (2, 2)] and check.fits.sum() == 2  # of qkv_proj and of the norm
     with pytest.raises(TrainingError, match=r"ranks \[0, 1\] these weights .*: layer\.qkv_proj\.weight"):
         compared(check, old, [old, new])

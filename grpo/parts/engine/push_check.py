@@ -2,7 +2,7 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
 import numpy as np
@@ -44,7 +44,7 @@ class PushCheck:
                 (self.places,) = llm.apply_model(addresses)
 
         self.factors = [(1, 1), (tp, tp), *((1, b) for b in range(2, tp + 1))]  # F pairs (a, b), see `compare`
-        self.fits = np.ones((len(self.factors), 1), bool)  # [F, W], whether a pair fitted every push so far
+        self.fits = True  # [F, E, W], whether a pair fitted every push of an engine so far
         self.last = None  # the digests pushed last, see add_up
         self.metrics = {}  # of the last push
 
@@ -82,21 +82,17 @@ class PushCheck:
         stop_if(CHANGED, changed)
         stop_if(MOVED, moved)
 
-        # Which pairs (a, b) fit this push too, in each of the E engines.
+        # Which pairs (a, b) fit this push too, in each of the E engines. An engine is behind if none is left.
         tensors, keys_values = pushed
         held = np.stack(digests).reshape(-1, self.tp, len(names), 2).sum(1)  # [E, W, 2]
         fits = np.stack([(held == a * tensors + b * keys_values).all(-1) for a, b in self.factors])
-        fits &= self.fits[:, None]  # [F, E, W]
-        unfit = ~fits.all(1).any(0)  # [W]
+        fits &= self.fits
+        holds = fits.any(0)  # [E, W]
+        unfit = ~holds.all(0)
 
         if self.last is not None:
-            # An engine is behind if it does not hold a weight by the pair that fits most engines.
-            lost = unfit & self.fits.any(0)
-            best = fits.sum(1).argmax(0)  # [W]
-            holds = fits[best, :, range(len(names))]  # [W, E]
-            behind = ~holds[lost].all(0).repeat(self.tp)  # of ranks
-            lost_names = list(np.array(names)[lost])
-            stop_if(LOST, [lost_names if is_behind else [] for is_behind in behind])
+            lost = self.fits.any(0) & ~holds
+            stop_if(LOST, [np.array(names)[of_engine] for of_engine in lost.repeat(self.tp, 0)])
         elif unfit.any() and dist.get_rank() == 0:
             print(
                 f"warning: vLLM keeps {unfit.sum()} of {len(names)} weights in a layout of its own, so only logp_gap "
@@ -105,7 +101,7 @@ class PushCheck:
             )
 
         changes = (pushed != self.last).any((0, 2))  # all at the first push, as nothing equals None
-        self.fits = fits.all(1)
+        self.fits = fits
         self.last = pushed
         self.metrics = {"sync/checked": 1 - float(unfit.mean()), "sync/changed": float(changes.mean())}
 
@@ -130,9 +126,9 @@ LOST = (
 )
 
 
-def stop_if(fault, found: list[list[str]]):
+def stop_if(fault, found: list[Sequence[str]]):
     """Raises TrainingError if a rank has a fault; `found`: for each rank, the names of its weights that have it."""
-    at = [rank for rank, names in enumerate(found) if names]
+    at = [rank for rank, names in enumerate(found) if len(names)]
     if at:
         raise TrainingError(fault.format(ranks=at, names=shorten(set().union(*found))))
 
