@@ -160,7 +160,7 @@ MODELS = [  # what differs in config.json, overrides, what the refusal says
     (DEEP, f"parallel.pp=4 {FIRST}=60 {LAST}=60", "[range(34, 94)]], not each of the 94 once"),
     (DEEP, f"parallel.pp=2 parallel.vpp=2 {FIRST}=46 {LAST}=48", "by zero; use parallel.pp · "),
     (DEEP, f"parallel.pp=2 {STAGES}=Et*24|t*24|t*23|t*23L", "the layout is one of parallel.vpp=2; use "),
-    (DEEP, f"parallel.pp=2 {STAGES}='|Et*94L'", "the layout must begin with the embedding E and end with the loss L"),
+    (DEEP, f"parallel.pp=2 {STAGES}='t*94L|E'", "The first layer must be embedding"),
     (DEEP, f"{FIRST}=47", "needs parallel.pp above 1; use parallel.pp · parallel.vpp that"),
 ]  # fmt: skip
 
@@ -206,7 +206,6 @@ FILES = [  # what is done to a folder with two shards and their index, what the 
     (lambda folder, shard: shard.write_text("version https://git-lfs"), CUT.format("header too large")),
     (lambda folder, shard: os.truncate(shard, 9000), CUT.format("incomplete metadata, file not fully covered")),
     (lambda folder, shard: shard.unlink(), "model-1.safetensors cannot be read (No such file"),
-    (lambda folder, shard: shard.rename(folder / "model.safetensors"), "json, if model.safetensors is the model"),
     (lambda folder, shard: os.truncate(folder / INDEX, 99), f"{INDEX} cannot be read (Unterminated string"),
     (lambda folder, shard: (folder / INDEX).unlink(), "it must hold model.safetensors and no others, but has model-0."),
     (lambda folder, shard: None, None),
