@@ -60,8 +60,8 @@ VLLM = {
 @pytest.mark.parametrize(
     "overrides, needles",
     [
-        ("resume=no", ["resume=False: must be none, auto, or the folder of a checkpoint"]),
-        ("reward.functions.x.type=math", ["functions.x={'type': 'math'}: must be file.py:function, or the name"]),
+        ("resume=no", ["resume=False: must be a valid string"]),
+        ("reward.functions.x.type=math", ["reward.functions.x={'type': 'math'}: must be a valid string"]),
         ("parallel.tp=two", ["parallel.tp", "two"]),
         ("model.dtype=float16", ["'float16': must be 'bf16', 'fp16' or 'fp32'"]),
         ("actor.megatron.override_transformer_config.fp16=true", ["here model.dtype"]),
