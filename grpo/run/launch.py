@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import os
-import re
 import sys
 import time
 from collections.abc import Iterator
@@ -50,10 +49,7 @@ def parse_args(argv: list[str], doc: str) -> argparse.Namespace:
     add("--version", action="version", version=shown, help="print the commit and all versions")
     add("overrides", nargs="*", metavar="section.key=value")
 
-    args, unknown = parser.parse_known_intermixed_args(argv)
-    if not all(re.match("--.+=", option) for option in unknown):
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}; write a key as in train.lr=3e-6")
-    args.overrides += [option.removeprefix("--") for option in unknown]  # --train.lr=3e-6, as other trainers write it
+    args = parser.parse_intermixed_args(argv)
     if args.world_size < 1:
         parser.error(f"--world-size {args.world_size}: there is at least one rank")
     return args

@@ -7,7 +7,6 @@ import yaml
 
 from config import UserError
 from grpo.parts.base.read_config import KEYS, SECTIONS, Loader, foreign_keys, load_config
-from grpo.run.launch import parse_args
 from megatron_bridge import megatron_fields
 
 
@@ -108,8 +107,3 @@ def test_a_section_of_another_trainer_is_answered_key_by_key(file):
         "       unknown key 'num_iterations'; here train.epochs_per_step",
         "       docs/from-other-trainers.md says what else differs",
     ]
-
-
-def test_an_override_may_be_written_as_an_option():
-    args = parse_args(["--config", "c", "seed=1", "--train.lr=3e-6", "--world-size=2"], "")
-    assert args.overrides == ["seed=1", "train.lr=3e-6"] and args.world_size == 2
