@@ -75,7 +75,6 @@ VLLM = {
         ("rollout.stop=['</answer>', '']", ["rollout.stop='': String should have at least 1 character"]),
         ("rollout.stop_token_ids=[-1]", ["rollout.stop_token_ids=-1: must be greater than or equal to 0"]),
         ("rollout.stop_token_ids=[15, 16]", ["stop_token_ids=[15, 16]: model.path=", "has only the tokens 0 to 15"]),
-        ("rollout.max_turns=3", ["rollout.max_turns=3", "has no effect without"]),
         ("train.updates_per_step=3", ["train.updates_per_step=3", "prompts_per_step=16"]),
         ("train.max_tokens_per_micro_batch=8", ["max_tokens_per_micro_batch=8", "at least"]),
         ("parallel.ep=2", ["parallel.ep=2", "without experts"]),
@@ -89,7 +88,6 @@ VLLM = {
         ("model.path=nowhere", ["there is no folder /", "/nowhere, and the hub does not give", "model.path=FOLDER"]),
         ("data.train=nowhere.jsonl", ["data.train", "nowhere.jsonl"]),
         ("profile.start=4", ["profile.start=4 is after profile.stop=0"]),
-        ("profile.stop=4", ["profile.start=0: no step is profiled"]),
         (f"data.max_prompt_tokens=4000; {ROOM}", ["beyond max_position_embeddings=2048"]),
         # schedules
         ("schedule.lr={shape: cubic}", ["schedule.lr", "'constant', 'linear' or 'cosine'"]),
@@ -150,11 +148,11 @@ MODELS = [  # what differs in config.json, overrides, what the refusal says
         ({"num_attention_heads": 12, "num_key_value_heads": 3}, f"{key}=4", f"{key}=4 neither divides the model's "
         "key-value heads 3 nor is a multiple of them; it must be one of [1]") for key in ("parallel.tp", "rollout.tp")
     ),
-    ({"vocab_size": 99}, "parallel.tp=2", "size 99; it must be one of [1], or pad it: transformers' model.resize"),
+    ({"vocab_size": 99}, "parallel.tp=2", "size 99; it must be one of [1]"),
     (LINEAR, "parallel.tp=4", "does not divide the model's key heads of linear attention 2; it must be one of [1, 2]"),
     (LINEAR, "parallel.tp=2 parallel.cp=2", "which parallel.tp=2 splits first; it must be one of [1]"),
     (LINEAR | SLIDING, "", "layer_types in its config.json has sliding_attention; beside linear_attention only full_"),
-    (DEEP, "parallel.pp=4", f"that divides 94, or {STAGES}=Et*23|t*23|t*24|t*24L alone"),
+    (DEEP, "parallel.pp=4", f"that divides 94, or {STAGES} alone"),
     (DEEP, f"parallel.pp=4 {FIRST}=80", f"{FIRST}=80 for 94 layers: "),
     # Megatron-core builds layers 34 to 59 twice
     (DEEP, f"parallel.pp=4 {FIRST}=60 {LAST}=60", "[range(34, 94)]], not each of the 94 once"),
@@ -187,17 +185,6 @@ def test_what_linear_attention_needs_on_a_cpu(tiny, tmp_path, monkeypatch, dtype
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     with pytest.raises(UserError, match=re.escape(message)):
         check_cpu(tiny_config(f"model.path={tmp_path}", f"model.dtype={dtype}"))
-
-
-@pytest.mark.parametrize(
-    "file, message",
-    [("adapter_config.json", "is an adapter. Merge it"), ("state.json", "is a checkpoint. --export with"),
-     ("metrics.jsonl", "is the output of a run. Give one of the models in its hf/")],
-)  # fmt: skip
-def test_a_folder_that_is_no_model_is_told_what_it_is(dry_run, tmp_path, file, message):
-    (tmp_path / file).write_text("{}")
-    code, text = dry_run(f"model.path={tmp_path}")
-    assert code == 2 and text.startswith(f"error: model.path={tmp_path} {message}"), text
 
 
 INDEX = "model.safetensors.index.json"
