@@ -17,7 +17,7 @@ from oracle.algorithm import order_of
 from oracle.repeat import repeat
 from oracle.report import ITEMS
 from oracle.run import read_run
-from tests.conftest import REPO, read_rows, write_rows
+from tests.conftest import REPO, read_rows, wrap, write_rows
 
 
 @pytest.fixture
@@ -90,19 +90,11 @@ def test_what_a_run_leaves_is_compared(copied, shared):
 # ---------------------------------------------------------------- forks
 
 
-EDITS = {  # item → (formula, what the oracle takes for it, so that the code seems edited)
-    "advantages": ("compare", lambda rewards, kind: 2 * formulas_before["compare"](rewards, kind)),
-    "loss": ("policy_loss", lambda *given: tuple(2 * value for value in formulas_before["policy_loss"](*given))),
-    "token-weights": ("answer_weights", lambda *given: 2 * formulas_before["answer_weights"](*given)),
-}
-formulas_before = {name: getattr(formulas, name) for name, _ in EDITS.values()}
-
-
-@pytest.mark.parametrize("item", EDITS)
-def test_an_edited_formula_is_named_and_the_rest_agrees(shared, monkeypatch, item):
-    monkeypatch.setattr(formulas, *EDITS[item])
+def test_an_edited_formula_is_named_and_the_rest_agrees(shared, monkeypatch):
+    """The oracle takes twice the advantage, so that the code seems edited."""
+    wrap(monkeypatch, formulas, "compare", lambda compare, *given: 2 * compare(*given))
     report = repeat(read_run(shared.out))
-    assert report.parted() == [item], report.table()
+    assert report.parted() == ["advantages"], report.table()
     assert report.items["weights"].count == 3, "the exports of all steps are judged"
 
 

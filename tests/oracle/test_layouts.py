@@ -1,7 +1,5 @@
 """Every layout and every model family: the gradient of each parameter, the loss and the log-probs of one update equal
 those of plain transformers in float64, one unpadded sequence at a time; weights come back bit by bit.
-
-The table in docs/dev/layouts.md is written by this file when all of it runs (`make test-all`).
 """
 
 import json
@@ -13,7 +11,7 @@ import pytest
 import torch
 
 from oracle import formulas
-from tests.conftest import REPO, check_state
+from tests.conftest import check_state
 from tests.layout_worker import one_layout
 from tests.oracle import layouts
 from tests.oracle.layouts import LAYOUTS, MOE_LAYOUTS, check_update, make_plan, run_worker
@@ -30,17 +28,15 @@ from tests.oracle.reference import (
 
 @pytest.fixture(scope="module")
 def results(request, fork_server, tmp_path_factory) -> layouts.Results:
-    known = layouts.run_cases(request, fork_server, tmp_path_factory)
-    if sum(len(found) for found, _, _ in known.values()) == len(layouts.CASES):
-        write_table(known)
-    return known
+    return layouts.run_cases(request, fork_server, tmp_path_factory)
 
 
 @pytest.mark.parametrize(("family", "layout"), layouts.CASES)
-def test_update_equals_plain_transformers(results, family, layout):
+def test_update_equals_plain_transformers(results, family, layout, record_property):
     found, wanted, plan = results[family]
     assert found[layout]["shared"] > 0  # answers shared their prompt
-    check_update(found[layout], wanted)
+    error = check_update(found[layout], wanted)
+    record_property("gradient, relative error", f"{error:.0e}")
     layouts.check_held(found[layout]["held"], plan, layout)
 
 
@@ -177,54 +173,20 @@ def balance_gradients(folder, samples, bins, coefficient):
     return gradients(total / tokens, weights), (counts.amax(1) / counts.mean(1)).tolist()
 
 
-# The columns of the table.
-KINDS = {
-    "dense": ("llama", "mistral", "qwen2", "qwen3"),
-    "experts": ("mixtral", "qwen2_moe", "qwen3_moe"),
-    "Qwen3.5": ("qwen3_5_text", "qwen3_5_moe_text"),
-}
-
-
-def write_table(known):
-    """The table in docs/dev/layouts.md: the largest relative error of a parameter's gradient, layouts × KINDS."""
-    page = REPO / "docs/dev/layouts.md"
-    lines = [f"| | {' | '.join(KINDS)} |", "|---" * (len(KINDS) + 1) + "|"]
-    for layout in [*LAYOUTS, *layouts.DENSE_LAYOUTS, *MOE_LAYOUTS]:
-        cells = []
-        for families in KINDS.values():
-            errors = []
-            for family in families:
-                found, wanted, _ = known[family]
-                if layout in found:
-                    errors.append(worst_gradient(found[layout], wanted)[0])
-            cells.append(f"{max(errors):.0e}" if errors else "–")
-        lines.append(f"| {layout} | {' | '.join(cells)} |")
-    page.write_text(page.read_text().rpartition("| | ")[0] + "\n".join(lines) + "\n")
-
-
 # Layouts of recipes at their own number of ranks, 8 to 64: one in EVERY, all with --all-starts. The models have the
 # recipe's family and as many layers, heads and experts as its layout needs. docs/dev/layouts.md has errors and sources.
-EVERY = 9
+EVERY = 4
 WIDE = {"hidden": 256, "kv_heads": 8}  # 8 heads
 EXPERTS = {"num_experts": 8, "kv_heads": 4}
 BOTH = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 # "ranks: sizes" → (family, entries of its config.json, options of Megatron-core).
 STARTS = {
     "8: tp2 pp2": ("qwen2", {}, ()),  # configs/qwen7b.yaml and qwen2.5_7b_tools.yaml; verl, Qwen3-8B
-    "8: tp4": ("qwen2", {}, ()),  # configs/qwen2.5_14b.yaml
-    "8: tp4 pp2": ("qwen2", {}, ()),
     "8: ep8": ("qwen3_moe", EXPERTS, ()),  # configs/qwen3_30b_a3b.yaml; verl, Qwen3-30B-A3B
-    "8: tp4 ep8": ("qwen3_moe", EXPERTS, ()),  # slime, Qwen3-30B-A3B
-    "8: tp4 pp2 vpp2 ep2": ("qwen3_moe", EXPERTS, ()),  # verl, Qwen3-30B-A3B
     "8: tp2 pp2 cp2 ep4": ("qwen3_moe", EXPERTS, ()),  # verl, Qwen3-30B-A3B with LoRA
-    "16: tp4 pp4": ("qwen2", {}, ()),
     "16: tp8": ("qwen2", WIDE, ()),  # configs/qwen2.5_32b.yaml
-    "32: tp2 pp2 vpp8 ep4": ("qwen3_moe", {**EXPERTS, "layers": 16}, ()),  # ROLL, Qwen3-30B-A3B
     "32: pp2 vpp8 cp4 ep4": ("qwen3_moe", {**EXPERTS, "layers": 16}, ()),  # ROLL, Qwen3-30B-A3B
-    "64: tp4 pp2": ("qwen2", {}, ()),
-    "64: tp8 pp2": ("qwen2", WIDE, ()),  # configs/qwen2.5_72b.yaml
     "64: tp8 pp8": ("qwen2", {**WIDE, "layers": 8}, ()),
-    "64: tp2 ep8": ("qwen3_moe", EXPERTS, ()),  # NeMo-RL, Qwen3-30B-A3B
     "64: tp4 pp2 ep32": ("qwen3_moe", {**EXPERTS, "num_experts": 32}, ()),  # configs/qwen3_235b_a22b.yaml
     "64: tp4 pp8 ep8": ("qwen3_moe", {**EXPERTS, "layers": 14}, BOTH),  # the same with 94 layers in 8 stages
 }

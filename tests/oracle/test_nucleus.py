@@ -75,8 +75,8 @@ def test_the_gap_of_a_cut_run_is_rounding(train_forked, tiny, keys):
 
 
 @pytest.mark.slow
-def test_a_cut_update_on_every_layout(fork_server, tmp_path, record_property):
+def test_a_cut_update_on_every_layout(fork_server, tmp_path):
     (found,) = layouts.run_worker(fork_server, tmp_path, 4, cut_plan(tmp_path, layouts=LAYOUTS))
     wanted = reference(tmp_path / "model", next(iter(found.values())), cut_samples())
-    for name, each in found.items():
-        record_property(f"gradient, relative error, {name}", f"{layouts.check_update(each, wanted):.1e}")
+    for each in found.values():
+        layouts.check_update(each, wanted)

@@ -110,19 +110,6 @@ def test_the_unpadded_path_gives_the_gradients_of_the_padded(monkeypatch, versio
     assert worst(unpadded, padded) < close
 
 
-@pytest.mark.gpu(only=True)
-@pytest.mark.parametrize("where", CASES)
-@pytest.mark.parametrize("head_dim", [32, 128])
-def test_flash_attention_is_the_formula(where, head_dim, record_property):
-    """torch's own kernel, in bf16, against the formula in fp32 on the host."""
-    inputs = tensors(int(where.cu_q[-1]), int(where.cu_k[-1]), torch.bfloat16, head_dim)
-    moved = Segments.of(where.keys_S, where.queries_S, where.window, torch.device("cuda"))
-    found = outcome(lambda *x: attend_varlen(*(y.cuda() for y in x), moved).cpu(), inputs)
-    error = worst(found, expected(where, inputs, torch.float32))
-    record_property("result and gradients, relative error", f"{error:.1e}")
-    assert error < 0.02
-
-
 def test_segments_of_similar_length_are_padded_together():
     assert make_buckets(np.array([50, 100, 3, 91, 79])) == [(2, 100), (1, 79), (1, 50), (1, 3)]
     assert make_buckets(np.array([9, 1, 16])) == [(3, 16)]  # a call costs more than so few positions

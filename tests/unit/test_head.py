@@ -104,9 +104,7 @@ BOTH = {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pi
     "layers, pp, vpp, options, expected",
     [
         (94, 8, 1, BOTH, [[11], *[[12]] * 6, [11]]),
-        (94, 4, 2, BOTH, [[11, 12], [12, 12], [12, 12], [12, 11]]),
         (16, 3, 2, {"num_layers_in_last_pipeline_stage": 4}, [[3, 3], [3, 3], [2, 2]]),
-        (9, 3, 1, {f"num_layers_in_{x}_pipeline_stage": n for x, n in (("first", 1), ("last", 2))}, [[1], [6], [2]]),
         (4, 2, 2, {"pipeline_model_parallel_layout": "Ett||t|tL"}, [[2, 1], [0, 1]]),
     ],
 )

@@ -110,19 +110,6 @@ def test_the_plan_tells_what_will_be_slow(command, monkeypatch):
     )
 
 
-def test_the_plan_prints_what_a_file_for_other_data_may_have_brought():
-    keys = (
-        "data.system_prompt=Think: first.",
-        r"rollout.stop=\n\nQ",
-        "reward.by_source.a=math",
-        "reward.custom=a.py:f",
-    )
-    cfg = tiny_config(*keys, "data.chat_template=true")
-    last = run_plan.describe(cfg, 1).splitlines()[-3:]
-    assert last == ["reward:  custom (a.py:f); of source a: math", "system:  'Think: first.'", r"stops:   '\\n\\nQ'"]
-    assert sum(r"a stop is '\\n\\nQ', with a backslash" in warning for warning in run_plan.warnings(cfg, 1)) == 1
-
-
 @pytest.mark.slow
 def test_a_terminal_without_utf_8(tiny):
     words = [f"model.path={tiny / 'model'}", f"data.train={tiny / 'train.jsonl'}", "--dry-run"]

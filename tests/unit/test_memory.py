@@ -3,8 +3,6 @@
 There is no GPU here: what GPUs say is made up, in the words of torch 2.13 and vLLM 0.32.
 """
 
-import errno
-
 import pytest
 import torch
 
@@ -64,15 +62,13 @@ TORCH_CPU = "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: 
     [
         ("rollout", GPU, ["rollout.gpu_memory_utilization", "rollout.vllm.max_num_seqs", "rollout.tp", "Tried 2 GiB."]),
         ("train", GPU, ["train.max_tokens_per_micro_batch", "recompute_granularity=full", "parallel.cp"]),
-        ("logprob", RuntimeError("CUDA error: out of memory"), ["train.logprob_max_tokens_per_micro_batch down"]),
         ("build", ValueError(FREE), ["memory for vLLM", "rollout.gpu_memory_utilization down", "3.1/79.2 GiB"]),
         ("build", ValueError(CACHE), ["memory for vLLM", "rollout.gpu_memory_utilization up", "rollout.tp up"]),
         ("build", RuntimeError(WARM), ["rollout.vllm.max_num_seqs down"]),
         ("build", AssertionError("Error in memory profiling. Initial free"), ["nvidia-smi"]),
         ("sync", RuntimeError(WAKE), ["out of memory for vLLM: ", "rollout.gpu_memory_utilization down"]),
-        ("build", MemoryError(), ["out of host memory", "are free: ", "MemoryError", "rollout.tp up", "Slurm: --mem"]),
+        ("build", MemoryError(), ["out of host memory", "MemoryError", "rollout.tp up", "Slurm: --mem"]),
         ("save", RuntimeError(TORCH_CPU), ["out of host memory, of which ", "reward.workers down"]),
-        ("reward", OSError(errno.ENOMEM, "Cannot allocate memory"), ["out of host memory", "reward.workers down"]),
     ],
 )
 def test_out_of_memory(phase, error, said):
