@@ -1,7 +1,6 @@
 """Mistakes a user can make before training: exit code 2, one message with the key and what is legal, no traceback."""
 
 import json
-import os
 import re
 import shutil
 
@@ -30,29 +29,22 @@ def dry_run(tiny, capfd, offline):
     return run
 
 
-WEIGHTS = ("{a.jsonl: 0}", "{a.jsonl: much}", "[{a.jsonl: 1}]")
 ROOM = "train.max_tokens_per_micro_batch=8192; train.logprob_max_tokens_per_micro_batch=8192"
 TAUGHT = "algo.teacher=self; data.hint_key=answer"
 # Options as a user would write them → what the refusal says.
 MEGATRON = {
     "lr=1": "use train.lr",
-    "loss_scale=0; model.dtype=fp16": "megatron.loss_scale=0: must be greater than 0",
     "loss_scale=8": "only fp16 needs a loss scale; leave it out, or use model.dtype=fp16",
     "moe_token_dispatcher_type=flex": "see docs/options.md; the fields that may be set are adam_eps, ",
     "optimizer_offload_fraction=0.5": "no effect without megatron.optimizer_cpu_offload=True",
     "optimizer_cpu_offload=true": "use model.dtype=bf16",
-    "recompute_modules=[layernorm]; megatron.recompute_granularity=selective": "must be 'core_attn', 'mlp', 'moe' or",
-    "optimizer_offload_fraction=0; megatron.optimizer_cpu_offload=true": "must be greater than 0",
     "recompute_method=uniform": "no effect without megatron.recompute_granularity='full'",
     "overlap_grad_reduce=1": "must be a valid boolean",
     "moe_aux_loss_coeff=0.01": "is a Qwen2ForCausalLM, which has no experts",
 }
 VLLM = {
     "max_num_seqs='8'": "max_num_seqs='8': must be a valid integer",
-    "cpu_offload_gb=.nan": "must be a finite number",
     "attention_backend=flash_atn": "attention_backend='flash_atn': no such value; the nearest is FLASH_ATTN",
-    "compilation_config=fast": "compilation_config='fast': must be an object",
-    "scheduling_policy=lifo": "must be 'fcfs' or 'priority'",
     "data_parallel_size=2": "may not be set: it is settled by the trainer, in whose ranks vLLM runs",
 }
 
@@ -60,9 +52,8 @@ VLLM = {
 @pytest.mark.parametrize(
     "overrides, needles",
     [
-        ("resume=no", ["resume=False: must be a valid string"]),
-        ("reward.functions.x.type=math", ["reward.functions.x={'type': 'math'}: must be a valid string"]),
-        ("parallel.tp=two", ["parallel.tp", "two"]),
+        ("resume=no", ["resume=False: must be none, auto, or the folder of a checkpoint"]),
+        ("reward.functions.x.type=math", ["functions.x={'type': 'math'}: must be file.py:function, or the name"]),
         ("model.dtype=float16", ["'float16': must be 'bf16', 'fp16' or 'fp32'"]),
         ("actor.megatron.override_transformer_config.fp16=true", ["here model.dtype"]),
         ("train", ["section.key=value"]),
@@ -70,10 +61,8 @@ VLLM = {
         ("rollout.tp=3", ["rollout.tp = 3 does", "world size 4"]),
         ("parallel.tp=4", ["parallel.tp=4", "attention heads 2", "[1, 2]"]),
         ("parallel.pp=4", ["parallel.pp=4", "for 2 layers", "parallel.pp · parallel.vpp that divides 2, or megatron."]),
-        ("rollout.group_size=1", ["rollout.group_size=1", "greater than or equal to 2"]),
         ("rollout.top_p=0.9; algo.teacher=m", ["rollout.top_p=0.9, rollout.top_k=-1: the policy's", "algo.teacher=m"]),
         ("rollout.stop=['</answer>', '']", ["rollout.stop='': String should have at least 1 character"]),
-        ("rollout.stop_token_ids=[-1]", ["rollout.stop_token_ids=-1: must be greater than or equal to 0"]),
         ("rollout.stop_token_ids=[15, 16]", ["stop_token_ids=[15, 16]: model.path=", "has only the tokens 0 to 15"]),
         ("train.updates_per_step=3", ["train.updates_per_step=3", "prompts_per_step=16"]),
         ("train.max_tokens_per_micro_batch=8", ["max_tokens_per_micro_batch=8", "at least"]),
@@ -81,9 +70,7 @@ VLLM = {
         ("megatron.recompute_granularity=full", ["Megatron-core refuses", "recompute_method"]),
         ("rollout.vllm.max_num_seq=8", ["unknown key 'rollout.vllm.max_num_seq'; the nearest is max_num_seqs"]),
         ("rollout.vllm.halt=8", ["unknown key 'rollout.vllm.halt'; it must be one of EngineArgs of vLLM"]),
-        ("megatron.halt=8", ["unknown key 'megatron.halt'; the fields that may be set are adam_eps, "]),
         ("parallel.vpp=2", ["parallel.vpp=2", "needs parallel.pp above 1"]),
-        ("megatron.recompute_granularty=full", ["megatron.recompute_granularty", "recompute_granularity"]),
         ("reward.by_source.math=custm", ["reward.by_source.math", "custm"]),
         ("model.path=nowhere", ["there is no folder /", "/nowhere, and the hub does not give", "model.path=FOLDER"]),
         ("data.train=nowhere.jsonl", ["data.train", "nowhere.jsonl"]),
@@ -92,9 +79,8 @@ VLLM = {
         # schedules
         ("schedule.lr={shape: cubic}", ["schedule.lr", "'constant', 'linear' or 'cosine'"]),
         ("schedule.kl_coef={to: 0.1}", ["algo.kl_coef=0 keeps no reference model"]),
-        ("schedule.temperature={to: 0}; train.steps=3", ["rollout.temperature=0", "greater than 0"]),
         # weights of sets of data
-        *((f"data.train={value}", ["data.train", "must be"]) for value in WEIGHTS),
+        ("data.train={a.jsonl: 0}", ["data.train", "must be"]),
         ("data.eval={a.jsonl: 1}", ["data.eval", "must be"]),
         # a teacher
         ("algo.teacher=self", ["algo.teacher=self without hints", "data.hint_key"]),
@@ -103,11 +89,7 @@ VLLM = {
         (f"{TAUGHT}; algo.advantage=none; algo.kl_coef=5; algo.kl_in=reward", ["use algo.kl_in=loss or algo."]),
         (f"{TAUGHT}; algo.reference_on=host", ["algo.reference_on=host has no"]),
         # names of the algorithm's branches
-        ("algo.advantage=gae", ["dr_grpo, rloo, grpo_loo, grpo_batch, max_rl, gdpo, reinforce_pp, none"]),
         ("algo.loss=sapo", ["ppo_clip, gspo, cispo, ipo, dppo_tv, reinforce"]),
-        ("algo.loss_norm=mean", ["token_mean, seq_mean_token_mean, seq_mean_token_sum, seq_mean_token_sum_norm"]),
-        ("algo.kl=k4", ["k1, k2, k3, k3+"]),
-        ("algo.correction=mis", ["none, tis, icepop, seq_mask"]),
         ("algo.correction_low=3", ["above algo.correction_high=2"]),
         # options of Megatron-core and vLLM
         *((f"megatron.{option}", [option.partition("=")[0], said]) for option, said in MEGATRON.items()),
@@ -153,13 +135,11 @@ MODELS = [  # what differs in config.json, overrides, what the refusal says
     (LINEAR, "parallel.tp=2 parallel.cp=2", "which parallel.tp=2 splits first; it must be one of [1]"),
     (LINEAR | SLIDING, "", "layer_types in its config.json has sliding_attention; beside linear_attention only full_"),
     (DEEP, "parallel.pp=4", f"that divides 94, or {STAGES} alone"),
-    (DEEP, f"parallel.pp=4 {FIRST}=80", f"{FIRST}=80 for 94 layers: "),
     # Megatron-core builds layers 34 to 59 twice
     (DEEP, f"parallel.pp=4 {FIRST}=60 {LAST}=60", "[range(34, 94)]], not each of the 94 once"),
     (DEEP, f"parallel.pp=2 parallel.vpp=2 {FIRST}=46 {LAST}=48", "by zero; use parallel.pp · "),
     (DEEP, f"parallel.pp=2 {STAGES}=Et*24|t*24|t*23|t*23L", "the layout is one of parallel.vpp=2; use "),
     (DEEP, f"parallel.pp=2 {STAGES}='t*94L|E'", "The first layer must be embedding"),
-    (DEEP, f"{FIRST}=47", "needs parallel.pp above 1; use parallel.pp · parallel.vpp that"),
 ]  # fmt: skip
 
 
@@ -191,9 +171,8 @@ INDEX = "model.safetensors.index.json"
 CUT = "model-1.safetensors cannot be read (Error while deserializing header: {}): it is missing, cut off, or a pointer"
 FILES = [  # what is done to a folder with two shards and their index, what the refusal says (None if there is none)
     (lambda folder, shard: shard.write_text("version https://git-lfs"), CUT.format("header too large")),
-    (lambda folder, shard: os.truncate(shard, 9000), CUT.format("incomplete metadata, file not fully covered")),
     (lambda folder, shard: shard.unlink(), "model-1.safetensors cannot be read (No such file"),
-    (lambda folder, shard: os.truncate(folder / INDEX, 99), f"{INDEX} cannot be read (Unterminated string"),
+    (lambda folder, shard: shard.rename(folder / "model.safetensors"), "json, if model.safetensors is the model"),
     (lambda folder, shard: (folder / INDEX).unlink(), "it must hold model.safetensors and no others, but has model-0."),
     (lambda folder, shard: None, None),
 ]

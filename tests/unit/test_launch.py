@@ -104,6 +104,8 @@ def test_the_plan_tells_what_will_be_slow(command, monkeypatch):
     code, text = command("--dry-run", "train.max_tokens_per_micro_batch=6145")
     assert code == 0 and re.search("warning: .* at most 3072 tokens a replica.* rollout.prompts_per_step", text), text
     assert "warning" not in command("--dry-run", "train.max_tokens_per_micro_batch=6144")[1]
+    stops = run_plan.warnings(tiny_config(r"rollout.stop=\n\nQ"), 1)
+    assert sum(r"a stop is '\\n\\nQ', with a backslash" in warning for warning in stops) == 1
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     assert any(
         "rollout.tp=16 spans machines of 8" in text for text in run_plan.warnings(tiny_config("rollout.tp=16"), 16)

@@ -169,10 +169,8 @@ def test_loss_weights_by_hand_and_by_the_formulas(kind, want):
     [
         (["algo.loss=ipo"], "algo.old_logp=rollout"),  # a mask against the trainer's own first update holds nothing
         (["algo.loss=ipo", "algo.old_logp=rollout"], None),
-        (["algo.loss=ipo", "train.updates_per_step=2"], None),
         (["algo.loss=gspo", "algo.correction=tis"], "algo.correction_level=sequence"),  # one weight an answer
         (["algo.loss=gspo", "algo.correction=tis", "algo.correction_level=sequence"], None),
-        (["algo.correction=tis"], None),
     ],
 )
 def test_what_does_not_fit_a_loss_is_pointed_out(overrides, hint):
