@@ -79,7 +79,7 @@ ILLEGAL = (  # pairs of values that may not stand in one run
 )
 
 
-def pairs_of(run) -> set:
+def pairs_of(run):
     """The pairs ((factor, value), (factor, value)) that a run {factor: value} shows. In bf16, where the bounds are
     wide, pairs of two capabilities do not count.
     """
@@ -89,12 +89,12 @@ def pairs_of(run) -> set:
     return pairs
 
 
-def is_wanted(one, other) -> bool:
+def is_wanted(one, other):
     """Whether a pair has to be in some run. Losses on layouts are left to tests/oracle/test_layouts.py."""
     return {one, other} not in ILLEGAL and {one[0], other[0]} != {"layout", "algorithm"}
 
 
-def cover() -> list[dict]:
+def cover():
     """Runs that hold every pair, greedily: of ten runs around an open pair, the one that closes most."""
     draw = random.Random(5)
     chosen = itertools.combinations([[(factor, value) for value in found] for factor, found in FACTORS.items()], 2)
@@ -107,7 +107,7 @@ def cover() -> list[dict]:
     return runs
 
 
-def grow(draw, left) -> dict:
+def grow(draw, left):
     """A legal run that begins with an open pair; each further factor takes the value that closes most pairs."""
     run = dict(draw.choice(sorted(left)))
     others = [factor for factor in FACTORS if factor not in run]
@@ -136,7 +136,7 @@ def models(tmp_path_factory):
     return folder
 
 
-def overrides_of(run, models) -> list[str]:
+def overrides_of(run, models):
     """The overrides of a run."""
     family = "qwen3_moe" if (run["layout"] in EXPERTS or run["routes"] == "on") else "qwen2"
     teacher = "teacher_moe" if run["layout"] in EXPERTS else "teacher"  # a dense one is refused there

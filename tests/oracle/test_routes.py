@@ -45,7 +45,7 @@ def test_routes_end_to_end():
 def test_what_cannot_be_replayed_is_refused(tiny, tmp_path, monkeypatch):
     """vLLM 0.26 refuses routes with its second model runner, which is ours on a GPU, and has them with the first."""
 
-    def cfg(model, *keys: str):
+    def cfg(model, *keys):
         return tiny_config(f"model.path={model}", "data.train=unused", "algo.replay_routes=true", *keys)
 
     with pytest.raises(UserError, match=r"algo\.replay_routes=true: model\.path=\S+ has no experts"):
@@ -61,7 +61,7 @@ def test_what_cannot_be_replayed_is_refused(tiny, tmp_path, monkeypatch):
     configuration.check_routes(cfg(tmp_path / "model"))
 
 
-def routed_samples() -> list[dict]:
+def routed_samples():
     """make_samples, each token sent to two experts at random in every layer, the tokens of a prompt alike
     in most answers to it. Every third sample has no routes of its first two tokens.
     """

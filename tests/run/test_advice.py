@@ -26,7 +26,7 @@ def all_equal(reward):
     return {**SKIPPED, "reward/mean": reward, "reward/std": 0.0, "reward/a/mean": reward, "reward/a/max": reward}
 
 
-def advise(steps: list[dict], **keys) -> tuple[dict[str, int], Advice]:
+def advise(steps, **keys):
     """({rule: the first step at which it spoke}, the advice) of a run whose steps differ from HEALTHY by these."""
     advice = Advice(override(CFG, {key.replace("__", "."): value for key, value in keys.items()}))
     told = {}
@@ -120,7 +120,7 @@ def test_a_dead_run_saves_ends_and_goes_on_when_mended(train_forked, tiny, tmp_p
     assert on.code == 0 and len(on.metrics) == 8, on.text
 
 
-def healthy_runs() -> dict[str, list[str]]:
+def healthy_runs():
     """{name: overrides} of short runs that learn. The name may be a configuration's."""
     found = {f"ablations/{path.stem}": [] for path in sorted((REPO / "configs/ablations").glob("*.yaml"))}
     return found | {

@@ -91,7 +91,7 @@ def test_a_resume_while_the_loss_scale_is_searched_is_exact(train_forked, tmp_pa
     assert resumed.code == 0 and resumed.result(9) == whole.result(9), resumed.text
 
 
-def sharded(*tensors) -> dict[str, ShardedTensor]:
+def sharded(*tensors):
     """Tensors of a model on one rank, all 0."""
     return {name: ShardedTensor.from_rank_offsets(name, torch.zeros(4, 4)) for name in tensors}
 

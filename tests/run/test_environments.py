@@ -81,7 +81,7 @@ def path(tmp_path_factory):
     return f"{REPO}:{REPO / 'rewards'}:{site}"
 
 
-def python(path, *arguments) -> subprocess.CompletedProcess:
+def python(path, *arguments):
     settings = {"cwd": REPO, "env": {**os.environ, "PYTHONPATH": path}, "text": True}
     return subprocess.run([sys.executable, *arguments], capture_output=True, **settings)
 

@@ -28,7 +28,7 @@ def test_a_patch_applies(name, tmp_path):
     apply(name, tmp_path / "fork")
 
 
-def keys_of(name) -> list[str]:
+def keys_of(name):
     """The keys of the run that the lines before the diff name."""
     run = re.search(r'make demo ARGS="(.*)"', PATCHES[name].read_text())
     return run[1].split() if run else []

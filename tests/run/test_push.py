@@ -112,7 +112,7 @@ def test_chunks_do_not_change_a_digest(monkeypatch):
 class Layer(torch.nn.Module):
     """vLLM's stacked query, key, value, and a norm, of a rank of two: queries split, the one key-value head copied."""
 
-    def __init__(self, hf: dict[str, torch.Tensor], rank):
+    def __init__(self, hf, rank):
         super().__init__()
         self.qkv_proj, self.norm = torch.nn.Module(), torch.nn.Module()
         q = hf["layer.q_proj.weight"].chunk(2)[rank]
@@ -120,7 +120,7 @@ class Layer(torch.nn.Module):
         self.norm.weight = torch.nn.Parameter(hf["layer.norm.weight"].clone())
 
 
-def compared(check: PushCheck, pushed: dict[str, torch.Tensor], held: list[dict[str, torch.Tensor]], **faults):
+def compared(check, pushed, held, **faults):
     """Two ranks, one engine: the trainer has `pushed`, while rank r of vLLM holds what follows from held[r]."""
     layers = [torch.nn.ModuleDict({"layer": Layer(hf, rank)}) for rank, hf in enumerate(held)]
     digests = [engine_digests(layer) for layer in layers]
@@ -129,7 +129,7 @@ def compared(check: PushCheck, pushed: dict[str, torch.Tensor], held: list[dict[
     check.compare(list(digests[0]), [parts] * 2, held, **faults)
 
 
-def weights(seed, **others) -> dict[str, torch.Tensor]:
+def weights(seed, **others):
     random = torch.Generator().manual_seed(seed)
     made = {f"layer.{x}_proj.weight": torch.randn(64, 32, generator=random) for x in "qkv"}
     return made | {"layer.norm.weight": torch.ones(32)} | {f"layer.{name}.weight": t for name, t in others.items()}

@@ -22,7 +22,7 @@ LINEAR = {
 }  # fmt: skip
 
 
-def publish(folder, arch) -> dict[str, torch.Tensor]:
+def publish(folder, arch):
     """A folder with weights for images and multi-token prediction, in bf16, experts as one tensor; its tensors."""
     tiny_model(folder, arch, hidden=128, ffn=2, **LINEAR)
     held = load_file(folder / "model.safetensors").items()

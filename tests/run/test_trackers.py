@@ -29,7 +29,7 @@ def config(out, name):
     return tiny_config(f"output_dir={out}", f"log.{name}=true", "log.samples_every=2")
 
 
-def feed(out, name, done, steps: list[int]) -> list[dict]:
+def feed(out, name, done, steps):
     """Give a tracker made-up steps, and wait for it; returns their metrics."""
     fed = trackers.Trackers(config(out, name), done, str)
     metrics = [{"step": step, "reward/mean": step / 3 + done, "kl/ref": None, "nan": np.nan} for step in steps]
@@ -39,7 +39,7 @@ def feed(out, name, done, steps: list[int]) -> list[dict]:
     return metrics
 
 
-def tensorboard_numbers(out) -> tuple[dict[int, dict[str, float]], object]:
+def tensorboard_numbers(out):
     """({step: {name: value}}, the accumulator) of the event files of a run."""
     event_accumulator = pytest.importorskip(
         "tensorboard.backend.event_processing.event_accumulator", reason="log.tensorboard is optional"
@@ -53,7 +53,7 @@ def tensorboard_numbers(out) -> tuple[dict[int, dict[str, float]], object]:
     return found, accumulator
 
 
-def in_float32(metrics: list[dict]) -> dict[int, dict[str, float]]:
+def in_float32(metrics):
     """What TensorBoard has to hold of metrics.jsonl."""
     numbers = {m["step"]: {k: v for k, v in m.items() if k not in ("step", "nan") and v is not None} for m in metrics}
     return {step: {k: float(np.float32(v)) for k, v in values.items()} for step, values in numbers.items()}

@@ -22,7 +22,7 @@ def new(score=None):
     return SimpleNamespace(model=[], score=score, rounding=None, recent=deque(maxlen=20), warned=False)
 
 
-def report_of(difference_T) -> dict[str, float]:
+def report_of(difference_T):
     """What the updates report where the trainer's log-probs are above vLLM's by these differences."""
     found = metrics.gap_report(difference_T, difference_T, torch.ones(len(difference_T)))
     return {name: value.item() for name, value in found.items()} | {"tokens": len(difference_T)}
@@ -37,7 +37,7 @@ def check(monkeypatch):
     monkeypatch.setattr(guard, "explain_gap", lambda *args: "the table")
     monkeypatch.setattr(guard.dist, "get_rank", lambda: 0)
 
-    def run(difference_T, *overrides, kept: SimpleNamespace | None = None, spread=4.0):
+    def run(difference_T, *overrides, kept=None, spread=4.0):
         cfg = tiny_config("model.dtype=bf16", *overrides)
         rollout_logp = -torch.rand(len(difference_T), generator=torch.Generator().manual_seed(1)) * spread
         mask = torch.ones(len(difference_T), dtype=torch.bool)

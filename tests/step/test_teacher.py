@@ -50,7 +50,7 @@ def test_a_hint_stands_before_what_the_user_asks(tokenizer, tmp_path):
 def test_hints_count_for_length_and_fingerprint_and_must_be_there(tokenizer, tmp_path):
     rows = [{"prompt": "123>", "answer": "1", "hint": hint} for hint in ("", "9", "99999")]
 
-    def load(rows: list[dict], key="train", **options):
+    def load(rows, key="train", **options):
         write_rows(tmp_path / "a.jsonl", rows)
         cfg = DataConfig(**{"train": "no", key: str(tmp_path / "a.jsonl")}, **options)
         return load_prompts(cfg, tokenizer, 16, key)

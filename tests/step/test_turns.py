@@ -43,7 +43,7 @@ class Script:
 def converse(world, tokenizer, tmp_path, request):
     """converse("a function's body", max_new_tokens, rows, ...) → the conversations of each prompt."""
 
-    def run(body, budget, rows: list[dict], n=2, **rollout):
+    def run(body, budget, rows, n=2, **rollout):
         (tmp_path / "play.py").write_text(f"import os, time, sys\ndef play(text, row, state):\n    {body}\n")
         cfg = tiny_config(
             f"rollout.turns={tmp_path / 'play.py'}:play", "reward.timeout_s=1", "reward.memory_gb=2",

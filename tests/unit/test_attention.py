@@ -56,32 +56,32 @@ def stand_in(version, dtype):
     return kernel
 
 
-def tensors(tokens_q, tokens_k, dtype=torch.float32, head_dim=8) -> list[torch.Tensor]:
+def tensors(tokens_q, tokens_k, dtype=torch.float32, head_dim=8):
     """query of 4 heads, key and value of 2; value as a view, as Megatron makes it."""
     torch.manual_seed(0)
     query, key = torch.randn(tokens_q, 4, head_dim), torch.randn(tokens_k, 2, head_dim)
     return [x.to(dtype).requires_grad_() for x in (query, key, torch.randn(tokens_k, 2, 3, head_dim)[:, :, 1])]
 
 
-def segments(lengths_q: list[int], lengths_k: list[int] | None = None, window=None, on="cpu"):
+def segments(lengths_q, lengths_k=None, window=None, on="cpu"):
     return Segments.of(np.array(lengths_k or lengths_q), np.array(lengths_q), window, torch.device(on))
 
 
-def outcome(function, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+def outcome(function, inputs):
     """The result and the gradients of the inputs."""
     out = function(*inputs)
     torch.manual_seed(1)
     return [out, *torch.autograd.grad(out, inputs, torch.randn(out.shape).to(out.dtype))]
 
 
-def expected(where, inputs: list[torch.Tensor], dtype) -> list[torch.Tensor]:
+def expected(where, inputs, dtype):
     """`outcome` of the formula, in another type."""
     copies = [x.detach().to(dtype).requires_grad_() for x in inputs]
     left = None if where.window is None else where.window - 1
     return outcome(lambda *x: by_formula(*x, where.cu_q, where.cu_k, left), copies)
 
 
-def worst(found: list[torch.Tensor], wanted: list[torch.Tensor]):
+def worst(found, wanted):
     return max(relative(f, w.double()) for f, w in zip(found, wanted, strict=True))
 
 

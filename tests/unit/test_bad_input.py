@@ -18,7 +18,7 @@ from train_grpo import main
 
 @pytest.fixture
 def dry_run(tiny, capfd, offline):
-    def run(*overrides, world_size=4) -> tuple[int, str]:
+    def run(*overrides, world_size=4):
         code = main([
             "--config", str(REPO / "configs/tiny.yaml"), "--dry-run", "--world-size", str(world_size),
             f"model.path={tiny / 'model'}", f"data.train={tiny / 'train.jsonl'}", *overrides,

@@ -43,7 +43,7 @@ def in_a_folder_of_its_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def write(name, rows: list[dict]):
+def write(name, rows):
     """`rows` as a file (or saved folder) of the type that the name says."""
     path = Path(name)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -66,7 +66,7 @@ def test_an_earlier_run_is_moved_aside(tmp_path, capsys):
 
 
 def test_a_folder_is_complete_or_absent(tmp_path):
-    def names() -> dict[str, list[str]]:
+    def names():
         return {path.name: sorted(file.name for file in path.iterdir()) for path in tmp_path.iterdir()}
 
     (tmp_path / "export.tmp").mkdir()

@@ -28,7 +28,7 @@ def packing(lengths):
     return Packing(segments=segments, position_T=positions, copies=None)
 
 
-def arguments(tokens, dtype) -> list[torch.Tensor]:
+def arguments(tokens, dtype):
     """q, k, v, g and beta of 2 heads: the first keeps most of its state from token to token, the second little."""
     torch.manual_seed(0)
     shapes = [(tokens, 2, 16), (tokens, 2, 16), (tokens, 2, 24), (tokens, 2), (tokens, 2)]
@@ -40,7 +40,7 @@ def in_chunks(q, k, v, g, beta, lengths):
     return delta.gated_delta(delta.unit(q), delta.unit(k), v, g, beta, np.array(lengths))
 
 
-def with_gradients(out, xs) -> list[torch.Tensor]:
+def with_gradients(out, xs):
     grad = torch.arange(out.numel(), device=out.device).sin().view_as(out)
     return [out, *torch.autograd.grad(out, xs, grad.to(out.dtype))]
 

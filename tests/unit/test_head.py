@@ -26,7 +26,7 @@ WAYS = [  # type of the weight, of its logits, whether its gradient is added to 
 ]
 
 
-def inputs(dtype, rows=M) -> tuple[torch.Tensor, ...]:
+def inputs(dtype, rows=M):
     """hidden [M, H], weight [V, H], targets [M] with the first and the last, gradients of both results [M]."""
     torch.manual_seed(0)
     hidden, weight = torch.randn(M, H, device=ON).to(dtype), (torch.randn(V, H, device=ON) * 0.3).to(dtype)
@@ -35,7 +35,7 @@ def inputs(dtype, rows=M) -> tuple[torch.Tensor, ...]:
     return hidden[:rows], weight, targets[:rows], *torch.randn(2, M, device=ON)[:, :rows]
 
 
-def exact(hidden, weight, targets, grad_logp, grad_entropy, is_out=None) -> list[torch.Tensor]:
+def exact(hidden, weight, targets, grad_logp, grad_entropy, is_out=None):
     """Log-probs, entropies, the gradients of hidden states and weight, in float64 by autograd; `is_out` [M, V]: tokens
     without a probability."""
     hidden, weight = (x.double().requires_grad_() for x in (hidden, weight))
@@ -45,7 +45,7 @@ def exact(hidden, weight, targets, grad_logp, grad_entropy, is_out=None) -> list
     return [*results, *torch.autograd.grad(results, (hidden, weight), (grad_logp.double(), grad_entropy.double()))]
 
 
-def nuclei_of(targets) -> tuple[list[int], torch.Tensor]:
+def nuclei_of(targets):
     """1 to V ids for each target, which is one of them, -1 after each; and which of all are not among them, [M, V]."""
     is_out = torch.rand(len(targets), V) < torch.linspace(0, 1, len(targets))[:, None]
     is_out = is_out.scatter(1, targets.cpu()[:, None], False)

@@ -32,12 +32,12 @@ EXPRESSIONS = {
 }
 
 
-def processes_below(pid) -> set[psutil.Process]:
+def processes_below(pid):
     """All living descendants."""
     return {process for process in psutil.Process(pid).children(recursive=True) if alive(process)}
 
 
-def alive(process: psutil.Process):
+def alive(process):
     try:
         return process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

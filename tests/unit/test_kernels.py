@@ -17,7 +17,7 @@ from tests.processes import REPO
 CLOSE = {torch.float32: 1e-6, torch.bfloat16: 5e-3, torch.float16: 5e-4}
 
 
-def logits(dtype, on) -> list[float]:
+def logits(dtype, on):
     """Rows of 5,000, more than a block, with targets that are mostly on other ranks; their gradient, also in bf16."""
     temperature = 0.7
     logits_M, grads_M = (3 * torch.randn(9, 5000, device=on)).to(dtype), torch.randn(2, 9, device=on)
@@ -46,7 +46,7 @@ def logits(dtype, on) -> list[float]:
     ]
 
 
-def swiglu(dtype, on) -> list[float]:
+def swiglu(dtype, on):
     x, grad = torch.randn(33, 1, 600, device=on).to(dtype), torch.randn(33, 1, 300, device=on).to(dtype)
     exact = x.double().requires_grad_()
     wanted = F.silu(exact[..., :300]) * exact[..., 300:]
@@ -55,7 +55,7 @@ def swiglu(dtype, on) -> list[float]:
     return [relative(kernels.swiglu(x), wanted.detach()), relative(kernels.swiglu_grad(x, grad), wanted_grad)]
 
 
-def rotation(dtype, on) -> list[float]:
+def rotation(dtype, on):
     """Five heads of 64, a part of wider ones, as keys are of query, key and value; then back."""
     x = torch.randn(33, 1, 5, 192, device=on).to(dtype)[..., 64:128]
     angles = torch.rand(33, 1, 1, 32, device=on)

@@ -32,7 +32,7 @@ def command(tiny, monkeypatch, capfd):
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
 
-    def run(*options, rehearse=lambda cfg: None) -> tuple[int, str]:
+    def run(*options, rehearse=lambda cfg: None):
         monkeypatch.setattr(train_grpo.rehearsal, "run", lambda cfg, *functions: rehearse(cfg))
         data = [f"model.path={tiny / 'model'}", f"data.train={tiny / 'train.jsonl'}", "reward.default=exact"]
         code = train_grpo.main(["--config", CONFIG, *options, *data])
@@ -170,7 +170,7 @@ def test_epochs_stand_for_steps(command, options, plan):
 
 
 def test_a_mistake_ends_with_2_and_a_failure_with_1(command, monkeypatch):
-    def failed(error: Exception) -> tuple[int, str]:
+    def failed(error):
         return command(rehearse=mock.Mock(side_effect=error))
 
     assert failed(UserError("algo.loss=x: legal is y")) == (2, "error: algo.loss=x: legal is y\n")

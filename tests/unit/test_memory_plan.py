@@ -81,7 +81,7 @@ class Live(TorchDispatchMode):
         return out
 
 
-def peaks(cfg, prompt, answer) -> tuple[int, int]:
+def peaks(cfg, prompt, answer):
     """Bytes of scoring and of an update beyond weights and gradients, of one row: four answers to a prompt."""
     model = build_model(cfg)
     optimizer = bridge.build_optimizer(model, cfg.train, cfg.megatron)
@@ -125,7 +125,7 @@ def test_the_formulas_are_near_a_real_update(world, tmp_path, monkeypatch, famil
     assert np.less(shared, (scoring, training)).all()  # copies are within
 
 
-def on_gpu(*keys) -> dict[str, dict[str, int]]:
+def on_gpu(*keys):
     """{phase: {kind of weights or state: bytes}} of a plan."""
     phases = plan.plan(load_config(QWEN, [*keys]), 8, 80 * plan.GB).phases
     return {phase: {k: parts[k] for k in (*KINDS, "teacher") if k in parts} for phase, parts in phases.items()}
@@ -135,7 +135,7 @@ def test_what_leaves_the_gpu(tmp_path):
     """From a push to the next update; the optimizer's state comes back when the activations are gone."""
     folder = hub_models.model_folder("Qwen/Qwen2.5-7B-Instruct", tmp_path)
 
-    def letters(*more) -> list[str]:
+    def letters(*more):
         found = on_gpu(f"model.path={folder}", "train.updates_per_step=1", *more)
         assert [*found] == ["build", "rollout", "logprob", "train", "sync", "save"]
         return ["".join(kind[0] for kind in parts) for parts in found.values()]

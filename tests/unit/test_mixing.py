@@ -12,7 +12,7 @@ from grpo.parts.data.prompts import Mixture, load_prompts, prompt_batch, shuffle
 from tests.conftest import tiny_config, write_rows
 
 
-def draw_prompts(sizes: list[int], weights: list[float], taken, size, seed) -> list[tuple[int, int]]:
+def draw_prompts(sizes, weights, taken, size, seed):
     return shuffle_epochs(draw_sets(weights, taken, size, seed), sizes, seed)
 
 

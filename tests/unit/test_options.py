@@ -130,7 +130,7 @@ def small(tmp_path):
 
 
 def test_adam_on_the_host_makes_the_same_updates(world, small):
-    def trained(extra) -> dict[str, torch.Tensor]:
+    def trained(extra):
         model = build_model(override(small, {"megatron": extra}))
         optimizer = bridge.build_optimizer(model, TRAIN, extra, small.model.path)
         _, embedding = main_weights(model, optimizer)[bridge.named_weights(model)["embedding.word_embeddings.weight"]]

@@ -72,7 +72,7 @@ def test_attention_pads_little_replicas_work_alike_and_planning_is_fast(lengths,
 # ---------------------------------------------------------------- prompts that answers share
 
 
-def answers(prompts: list[list[int]], *lengths, **given) -> list[Sample]:
+def answers(prompts, *lengths, **given):
     """Answers of these lengths to each prompt, no two the same."""
     return [
         Sample(group, prompt, [100 + 10 * group + i] * n, [-1.0] * n, True, "", "s", **given)

@@ -24,7 +24,7 @@ def test_the_output_folder_and_its_disk(tiny, tmp_path, monkeypatch):
 
 
 def test_another_configuration_commit_and_other_data_of_a_machine_are_refused(monkeypatch):
-    def gather(own: tuple[str, dict]) -> list[tuple[str, dict]]:
+    def gather(own):
         other = {"train.lr": "1e-05", "prompts of data.train": "2", "commit": "b", "megatron.field": "1"}
         return [("north", own[1]), ("north", own[1]), ("south", own[1] | other)]
 

@@ -243,7 +243,7 @@ def endpoint():
 def test_remote_tries_again_then_says_why(endpoint):
     address, asked, replies = endpoint
 
-    def ask(*given: tuple[int, str], url=address):
+    def ask(*given, url=address):
         replies[:] = given
         return remote.remote("abc", "a", {"n": 1}, url=url, backoff_s=0.01)
 

@@ -79,7 +79,7 @@ def test_rows_of_all_ranks(monkeypatch):
 
 
 def test_whom_the_others_wait_for():
-    def idle(*notes: tuple[float, float, float]) -> list[float]:
+    def idle(*notes):
         rows = [{"rollout": rollout, "reward": reward, "wait": wait} for rollout, reward, wait in notes]
         collected = SimpleNamespace(samples=[], rank_seconds=rows)
         found = metrics.time_metrics(collected, [{"bubble": 0.125}], {"train": 1.0, "other": 0.0, "step": 1.0})

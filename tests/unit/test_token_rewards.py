@@ -27,7 +27,7 @@ def made(script, group, length, **parts):
     return sample
 
 
-def advantages(script, samples, **keys) -> list[list[float]]:
+def advantages(script, samples, **keys):
     """Of each response token of each answer; a prompt's positions have those of the first."""
     batch = script.add_advantages(samples, script.flatten(samples), AlgoConfig(**keys))
     answers = np.split(batch.advantages.numpy(), batch.starts_N[1:])

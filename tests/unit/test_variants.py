@@ -56,7 +56,7 @@ def test_one_answer_or_equal_rewards_give_exactly_zero(kind, rewards):
     assert got.tolist() == [0.0] * len(rewards)
 
 
-def scored(rows: list[tuple[int, str, dict]]) -> list[Sample]:
+def scored(rows):
     """Samples of (group, source, reward parts)."""
     return [
         Sample(group, [1], [2], [0.0], True, "", source, reward=sum(parts.values()), reward_parts=parts)
