@@ -158,6 +158,5 @@ def test_a_resume_with_other_adapters_is_refused(tiny, tmp_path):
     was = LoraConfig(rank=8, alpha=16.0).model_dump()
     path = Path("step_000004")
     lora.check_resumed(was, LoraConfig(rank=8, alpha=16.0, targets=["fc2", "fc1", "proj", "qkv"]), path)  # any order
-    for other in ({"rank": 4}, {"rank": 8, "alpha": 32.0}, {"rank": 8, "targets": ["qkv"]}):
-        with pytest.raises(UserError, match=r"^lora=.*, but step_000004 was saved with lora=.*'rank': 8, 'alpha'"):
-            lora.check_resumed(was, LoraConfig(**other), path)
+    with pytest.raises(UserError, match=r"^lora=.*, but step_000004 was saved with lora=.*'rank': 8, 'alpha'"):
+        lora.check_resumed(was, LoraConfig(rank=8, alpha=32.0), path)

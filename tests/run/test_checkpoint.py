@@ -21,12 +21,11 @@ from tests.layout_worker import equal
 
 DENSE = {
     "tp2": {"tp": 2}, "pp2": {"pp": 2}, "vpp": {"tp": 2, "pp": 2, "vpp": 2}, "cp2": {"cp": 2}, "tp4": {"tp": 4},
-    "1 + 3": {"pp": 2, "megatron": {"num_layers_in_first_pipeline_stage": 1}},
     "layout": {"pp": 2, "vpp": 2, "megatron": {"pipeline_model_parallel_layout": "E|tt|t|tL"}},
 }  # fmt: skip
 EXPERTS = {
     "ep2tp2": {"tp": 2, "ep": 2}, "dp4": {}, "pp2ep2": {"pp": 2, "ep": 2}, "etp2": {"tp": 2, "ep": 2, "etp": 2},
-    "ep4": {"ep": 4}, "tp2pp2": {"tp": 2, "pp": 2},
+    "ep4": {"ep": 4},
 }  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """Every file in configs/ dry-runs in its own layout, with the shape of its own model where it is on the hub, and fits.
 
-Some train a small model; test_advice.py trains those in ablations/, which have no dry run here. One thing stays
+test_advice.py trains those in ablations/, which have no dry run here. One thing stays
 untested: whether the columns of the data on the hub are named as it says.
 """
 
@@ -14,7 +14,7 @@ import pytest
 import train_grpo
 from grpo.parts.base.read_config import load_config
 from tests import hub_models
-from tests.conftest import REPO, tiny_model
+from tests.conftest import REPO
 
 CONFIGS = sorted((REPO / "configs").rglob("*.yaml"))
 EVEN = "megatron.account_for_embedding_in_pipeline_split=true megatron.account_for_loss_in_pipeline_split=true"
@@ -59,26 +59,3 @@ def test_every_file_of_a_real_model_is_on_the_page():
     assert len(commands) >= 8
     for ranks, path in commands:
         assert hub_models.world_size(REPO / path) == int(ranks)
-
-
-CPU = (
-    "model.dtype=fp32", "model.fp32_head=false", "parallel.tp=1", "parallel.pp=1", "rollout.tp=1", "train.steps=2",
-    "rollout.prompts_per_step=4", "rollout.group_size=4", "rollout.max_new_tokens=8", "data.max_prompt_tokens=512",
-    "data.prompt_key=prompt", "data.answer_key=answer", "train.eval_every=2", "train.save_every=0",
-    "rollout.gpu_memory_utilization=0.6",
-)  # fmt: skip
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stem", ["qwen2.5_7b_tools", "qwen2.5_distill_1gpu", "qwen2.5_1.5b_1gpu"])
-def test_a_config_trains_a_small_model(stem, train_forked, tiny, tmp_path):
-    cfg = load_config(str(REPO / f"configs/{stem}.yaml"), [])
-    more = [f"data.eval={tiny / 'train.jsonl'}"]
-    if cfg.algo.teacher:
-        more.append(f"algo.teacher={tiny_model(tmp_path / 'teacher', seed=5)}")
-    run = train_forked(2, *CPU, *more, config=stem, code=0)
-    last = run.metrics[-1]
-    assert last["grad_norm"] is not None and "eval/reverse/pass@1" in last
-    assert (last["turns/mean"] is not None) == bool(cfg.rollout.turns)
-    assert (last["kl/teacher"] is not None) == bool(cfg.algo.teacher)
-    assert ("eval/reverse/part/strict" in last) == isinstance(cfg.reward.default, dict)

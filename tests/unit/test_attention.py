@@ -56,15 +56,15 @@ def stand_in(version, dtype):
     return kernel
 
 
-def tensors(tokens_q, tokens_k, dtype=torch.float32, head_dim=8):
+def tensors(tokens_q, tokens_k, dtype=torch.float32):
     """query of 4 heads, key and value of 2; value as a view, as Megatron makes it."""
     torch.manual_seed(0)
-    query, key = torch.randn(tokens_q, 4, head_dim), torch.randn(tokens_k, 2, head_dim)
-    return [x.to(dtype).requires_grad_() for x in (query, key, torch.randn(tokens_k, 2, 3, head_dim)[:, :, 1])]
+    query, key = torch.randn(tokens_q, 4, 8), torch.randn(tokens_k, 2, 8)
+    return [x.to(dtype).requires_grad_() for x in (query, key, torch.randn(tokens_k, 2, 3, 8)[:, :, 1])]
 
 
-def segments(lengths_q, lengths_k=None, window=None, on="cpu"):
-    return Segments.of(np.array(lengths_k or lengths_q), np.array(lengths_q), window, torch.device(on))
+def segments(lengths_q, lengths_k=None, window=None):
+    return Segments.of(np.array(lengths_k or lengths_q), np.array(lengths_q), window, torch.device("cpu"))
 
 
 def outcome(function, inputs):

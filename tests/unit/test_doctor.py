@@ -122,8 +122,6 @@ def test_it_reads_what_nvidia_smi_prints(tmp_path, monkeypatch):
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     assert machine.smi_facts() == SOUND["smi"]
-    (tmp_path / "smi.txt").write_text(f"{SMI}Unable to determine the device handle for GPU2: 0000:3B:00.0: Unknown\n")
-    assert machine.smi_facts()["error"].startswith("Unable to determine the device handle")
     program.write_text("#!/bin/sh\necho Failed to initialize NVML: Driver/library version mismatch\nexit 18\n")
     error = "exit code 18: Failed to initialize NVML: Driver/library version mismatch"
     assert machine.smi_facts() == {"error": error, "gpus": [], "links": []}

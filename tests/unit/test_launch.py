@@ -60,8 +60,7 @@ def test_a_dry_run_rehearses_and_prints_the_plan(command, monkeypatch):
 
 @pytest.mark.parametrize(
     "dtype, gpu, found, is_refused",
-    [("bf16", False, {}, False), ("fp32", True, {}, False), ("bf16", True, {"fla-core": "0.6.0"}, False),
-     ("bf16", True, {}, True)],
+    [("bf16", False, {}, False), ("bf16", True, {"fla-core": "0.6.0"}, False), ("bf16", True, {}, True)],
 )  # fmt: skip
 def test_linear_attention_on_a_gpu_needs_its_kernels(monkeypatch, tmp_path, dtype, gpu, found, is_refused):
     """In bf16, as pip installs them; a machine without a GPU, as of a dry run, needs none."""

@@ -41,10 +41,7 @@ def test_memory_by_phase(timer):
     assert gb["peak"] >= gb["rollout_peak"] and abs(gb["host"] - gb["sync_peak"]) < 0.05 < gb["host_free"]
     assert gb["free_asleep"] is None and gb["reward_peak"] == 0 and len(kept)
     timer.start_step(1)
-    with timer("train"):
-        pass
-    again = timer.memory.numbers()
-    assert again["mem/rollout_peak_gb"] == 0 and again["mem/peak_gb"] >= found["mem/peak_gb"]
+    assert timer.memory.numbers()["mem/rollout_peak_gb"] == 0
 
 
 # ---------------------------------------------------------------- errors

@@ -9,7 +9,7 @@ import pytest
 from config import DataConfig
 from grpo.parts.data.mixing import draw_sets
 from grpo.parts.data.prompts import Mixture, load_prompts, prompt_batch, shuffle_epochs
-from tests.conftest import tiny_config, write_rows
+from tests.conftest import write_rows
 
 
 def draw_prompts(sizes, weights, taken, size, seed):
@@ -51,10 +51,6 @@ def test_sets_of_other_columns_and_types_mix(tokenizer, tmp_path):
     assert re.findall(r"\S+ of \S+: .*", mixed.describe(400)) == [
         f"0.75 of {a}: 6 prompts, 50 passes", f"0.25 of {b}: 4 prompts, 25 passes",
     ]  # fmt: skip
-    assert tiny_config("data.train={x/a.b.jsonl: 0.7, hub/x:train: 2}").data.train == {
-        "x/a.b.jsonl": 0.7,
-        "hub/x:train": 2,
-    }
     assert len({load(train).fingerprint for train in ({a: 3, b: 1}, {b: 1, a: 3}, {a: 1, b: 1}, [a], a)}) == 4
     with pytest.raises(ValueError, match=r"^data\.train={}: nothing to read"):
         load({})
