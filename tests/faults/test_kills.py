@@ -3,7 +3,6 @@
 import contextlib
 import os
 import random
-import re
 import shutil
 import signal
 import statistics
@@ -29,7 +28,7 @@ def result_of(job):
 @pytest.mark.slow
 def test_kills_change_nothing(start, train_forked, tmp_path, request):
     """Of torchrun and all ranks at once, or of one rank; the job then goes on to its end."""
-    rng, killed, resumed = random.Random(2), 0, []
+    rng, killed = random.Random(2), 0
     undisturbed = train_forked(2, *JOB, out=tmp_path / "undisturbed", code=0)
     expected = result_of(undisturbed)
     step_s = statistics.median(line["time/step"] for line in undisturbed.metrics)
@@ -48,11 +47,8 @@ def test_kills_change_nothing(start, train_forked, tmp_path, request):
 
         killed += job.end() != 0
         check_complete(out)
-        again = train_forked(2, *JOB, out=out, code=0)
-        resumed += re.findall(r"resume:  (after step \d+|no checkpoint)", again.text)
-        found = result_of(again)
+        found = result_of(train_forked(2, *JOB, out=out, code=0))
         assert not [name for name in expected | found if found.get(name) != expected.get(name)], out
         shutil.rmtree(out)
 
-    print(f"{killed} of {runs} kills came before the end; resumed {resumed}")
-    assert killed > runs / 2
+    assert killed > runs / 2  # came before the end

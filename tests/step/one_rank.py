@@ -1,6 +1,5 @@
 """A run of one rank in this process, built as the script builds it."""
 
-from collections.abc import Iterable, Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -21,15 +20,13 @@ class PlainEngine:
     def __init__(self, model, *_):
         self.model = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
 
-    def generate(
-        self, prompts: list[list[int]], seeds: list[int], n, sampling, max_tokens
-    ) -> Iterator[tuple[int, list[Completion]]]:
+    def generate(self, prompts, seeds, n, sampling, max_tokens):
         for number, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
             generator = torch.Generator().manual_seed(seed)
             yield number, [self.answer(prompt, generator, sampling.temperature, max_tokens) for _ in range(n)]
 
     @torch.no_grad()
-    def answer(self, prompt: list[int], generator: torch.Generator, temperature, max_tokens):
+    def answer(self, prompt, generator, temperature, max_tokens):
         ids, logps = [], []
         while len(ids) < max_tokens and ids[-1:] != [self.model.config.eos_token_id]:
             logp_V = (self.model(torch.tensor([prompt + ids])).logits[0, -1] / temperature).log_softmax(-1)
@@ -37,7 +34,7 @@ class PlainEngine:
             logps.append(logp_V[ids[-1]].item())
         return Completion(ids, logps, ids[-1] == self.model.config.eos_token_id, Trace())
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], shards):
+    def load_weights(self, weights, shards):
         self.model.load_state_dict(dict(weights), strict=False)
 
     def metrics(self):
@@ -55,7 +52,7 @@ def build(world, tiny, tmp_path, monkeypatch, request):
     monkeypatch.setattr(train_grpo, "Engine", PlainEngine)
     monkeypatch.setattr(clock, "StopSignals", lambda: SimpleNamespace(requested=None))
 
-    def one(*overrides) -> train_grpo.Run:
+    def one(*overrides):
         cfg = tiny_config(
             f"output_dir={tmp_path / 'out'}", f"model.path={tiny / 'model'}", f"data.train={tiny / 'train.jsonl'}",
             "rollout.prompts_per_step=4", "rollout.group_size=4", "train.warmup_steps=0", "train.save_every=0",
@@ -76,5 +73,5 @@ def build(world, tiny, tmp_path, monkeypatch, request):
 EQUAL = ("reward.default=length", "reward.options={length: {limit: 1000}}")  # one reward for all answers
 
 
-def weights(run) -> dict[str, torch.Tensor]:
+def weights(run):
     return {name: weight.clone() for name, weight in bridge.hf_weights(run.model)}

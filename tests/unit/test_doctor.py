@@ -134,7 +134,6 @@ def test_this_machine(monkeypatch, tmp_path, capsys):
     assert found["environment"]["NCCL_DEBUG"] == "WARN" and "a secret" not in json.dumps(found)
     assert found["packages"]["megatron-core"] and found["packages"]["transformers"]
     assert machine.fastest_dtype(found["torch"]["products"]) in ("bf16", "fp16", "fp32")
-    assert found["folders"]["output_dir"]["writable"] and found["memory"]["total"] > found["memory"]["free"] > 0
     assert main(["--output-dir", str(tmp_path)]) == int(STOP in capsys.readouterr().out)
 
 
