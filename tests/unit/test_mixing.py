@@ -16,7 +16,7 @@ def draw_prompts(sizes, weights, taken, size, seed):
     return shuffle_epochs(draw_sets(weights, taken, size, seed), sizes, seed)
 
 
-@pytest.mark.parametrize("weights", [[0.7, 0.3], [1, 1, 1], [5, 0.5, 0.013], [1], [1e-4, 1, 2, 3, 4, 5, 6, 7]])
+@pytest.mark.parametrize("weights", [[5, 0.5, 0.013], [1], [1e-4, 1, 2, 3, 4, 5, 6, 7]])
 def test_the_shares_hold_from_a_thousand_prompts_on(weights):
     sets = np.array([chosen for chosen, _ in draw_sets(weights, 0, 30_000, seed=5)])
     for chosen, weight in enumerate(weights):

@@ -74,7 +74,7 @@ EXACT = ["rollout.exact=true"]
          r"rollout.vllm.quantization=fp8: .* there is no GPU here"),
         (STARTED | {"SLURM_PROCID": "0"}, GPUS | MIG, "Python.h", [],
          r"=8, but this process sees 1 GPU\(s\), .* srun .* --gpu-bind=none .*; with MIG use one"),
-        (STARTED, GPUS, "Python.h", [], None), (STARTED, GPUS, "Python.h", EXACT, None),
+        (STARTED, GPUS, "Python.h", EXACT, None),
         (STARTED, GPUS | {"get_device_capability": (8, 0)}, "Python.h", EXACT,
          r"rollout.exact=true needs GPUs of compute capability 9.0: .* this is NVIDIA"),
         (STARTED, GPUS, None, [], r"^no Python\.h, which vLLM's kernels need\. .*apt-get install gcc"),
