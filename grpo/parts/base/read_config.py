@@ -161,19 +161,25 @@ def read_override(override) -> dict:
 
 # ---------------------------------------------------------------- what is wrong
 
+LEGAL = {  # of keys whose type does not say it
+    "resume": "must be none, auto, or the folder of a checkpoint (YAML reads no and off as false)",
+    "reward.functions": "must be file.py:function, or the name of a reward, whose options go into reward.options",
+}
+
 
 def explain_wrong(problems: list[dict]):
     """What the first key with a wrong value must be, from pydantic's errors."""
     loc = problems[0]["loc"]  # names of the key; then entries, and the types of a union
     place = loc[:2] if loc[0] in SECTIONS else loc[:1]
+    must = LEGAL.get(".".join(place))
 
     # If the key's value is a dictionary, the entry is named too.
     fields = SECTIONS[place[0]].model_fields if len(place) == 2 else Config.model_fields
     if typing.get_origin(fields[place[-1]].annotation) is dict:
         place = loc[: len(place) + 1]
-
-    messages = [problem["msg"] for problem in problems if problem["loc"][: len(place)] == place]
-    must = " or ".join(dict.fromkeys(messages)).replace("Input should", "must")
+    if must is None:
+        messages = [problem["msg"] for problem in problems if problem["loc"][: len(place)] == place]
+        must = " or ".join(dict.fromkeys(messages)).replace("Input should", "must")
     return f"{'.'.join(map(str, place))}={problems[0]['input']!r}: {must}"
 
 

@@ -35,7 +35,7 @@ class RolloutWriter:
         self.thread = ThreadPoolExecutor(max_workers=1)
         self.last: Future | None = None
 
-    def write(self, path: Path, rows: list[dict]):
+    def write(self, path: Path, rows: list[dict]) -> None:
         """Begin to write the rows to `path`."""
         self.finish()
         self.last = self.thread.submit(write_rows, path, rows)

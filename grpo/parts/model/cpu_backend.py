@@ -180,11 +180,12 @@ def replace_slow_products() -> torch.library.Library | None:
 
 
 def has_units(dtype: torch.dtype) -> bool:
-    """Whether torch, with oneDNN, has a fast kernel for bf16 or fp16 products on this CPU (AVX-512, AMX, Arm)."""
+    """Whether torch has a fast kernel for bf16 or fp16 products on this CPU (AVX-512, AMX, Arm); no without oneDNN."""
+    if not torch.backends.mkldnn.is_available():
+        return False
     mkldnn = torch.ops.mkldnn
-    if dtype is torch.bfloat16:
-        return mkldnn._is_mkldnn_bf16_supported()
-    return mkldnn._is_mkldnn_fp16_supported()
+    asks = mkldnn._is_mkldnn_bf16_supported if dtype is torch.bfloat16 else mkldnn._is_mkldnn_fp16_supported
+    return asks()
 
 
 def compute_products_in_fp32(dtypes: Collection[torch.dtype]) -> torch.library.Library:
