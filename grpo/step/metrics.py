@@ -9,6 +9,7 @@ import torch.distributed as dist
 import megatron_bridge as bridge
 from config import Config, EvalConfig
 from grpo.parts.base import ranks
+from grpo.parts.base.memory import PHASES
 from grpo.parts.model.gated_delta import linear_sizes
 from grpo.step import schedule
 from grpo.step.records import Batch, Collected, Sample
@@ -64,8 +65,6 @@ def compared_updates(cfg: Config) -> int:
 
 
 # ---------------------------------------------------------------- the metrics of a step
-
-PHASES = ("wait", "rollout", "reward", "gather", "sleep", "logprob", "train", "sync", "save", "other", "step")
 
 # Metric → the entry of the updates' reports that it is the mean of. Over the response tokens of the first update:
 REFERENCE = {"kl/ref": "k3", "kl/k1": "k1", "kl/k2": "k2"}
@@ -229,7 +228,7 @@ def time_metrics(collected: Collected, reports: list[dict], seconds: dict[str, f
         "save": of_ranks("wait").mean(),
     }
 
-    numbers = {f"time/{phase}": seconds.get(phase, 0.0) for phase in PHASES}
+    numbers = {f"time/{phase}": seconds.get(phase, 0.0) for phase in (*PHASES, "other", "step")}
     numbers["time/other_frac"] = numbers["time/other"] / seconds["step"]
     numbers["speed/response_tokens_per_s"] = model_lengths(collected.samples).sum() / seconds["step"]
     numbers["speed/samples_per_s"] = len(collected.samples) / seconds["step"]

@@ -11,10 +11,10 @@ import torch.distributed as dist
 
 from config import UserError
 from grpo.parts.base import versions
+from grpo.parts.base.memory import PHASES
 from grpo.run import trackers
 from grpo.run.preflight import configuration
 from grpo.run.profiler import Profiler
-from grpo.step.metrics import PHASES
 from grpo.step.records import Sample
 from tests.conftest import ranges, tiny_config
 from tests.processes import wait_until
@@ -169,7 +169,7 @@ def test_a_run_with_everything_on(train_forked, tiny):
         assert {"eval", "rollout", "reward", "gather", "logprob", "train", "sync", "save", "wait"} <= {*names[last:]}
         assert names[:last].count("train") == names[last:].count("train") == 2 and "ProfilerStep#5" in names[:last]
     for m in run.metrics[1:]:
-        assert sum(m[f"time/{phase}"] for phase in PHASES if phase != "step") == pytest.approx(m["time/step"], rel=1e-6)
+        assert sum(m[f"time/{phase}"] for phase in (*PHASES, "other")) == pytest.approx(m["time/step"], rel=1e-6)
         assert m["idle_frac"] == pytest.approx(sum(m[key] for key in m if key.startswith("idle/")))
 
     assert re.findall(r"answers of step (\d+), .*\n(?:  reward .*\n){3}", run.text) == ["2", "4", "6"]

@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 
 GIB = 2**30
-PHASES = ("rollout", "reward", "logprob", "train", "sync", "save")  # of every step
+PHASES = ("wait", "rollout", "reward", "gather", "sleep", "logprob", "train", "sync", "save")  # of a step, in order
+MEASURED = [phase for phase in PHASES if phase not in ("wait", "gather", "sleep")]  # which hold little of their own
 AFTER_SLEEP = "logprob"  # the first phase after vLLM has gone to sleep
 
 
@@ -46,7 +47,7 @@ class Meter:
 
     def numbers(self) -> dict[str, float | None]:
         """The metrics mem/* of the step: the maximum over ranks, of free memory the minimum. All ranks call this."""
-        mine = {f"mem/{phase}_peak_gb": self.peaks[phase] for phase in PHASES}
+        mine = {f"mem/{phase}_peak_gb": self.peaks[phase] for phase in MEASURED}
         mine["mem/peak_gb"] = self.largest
         mine["mem/free_asleep_gb"] = -self.free_asleep  # negative, so that the maximum is the minimum
         mine["mem/host_gb"] = psutil.Process().memory_info().rss / GIB
@@ -59,7 +60,7 @@ class Meter:
         if not torch.cuda.is_available():
             found["mem/free_asleep_gb"] = None
         if not self.resets:
-            found |= dict.fromkeys(f"mem/{phase}_peak_gb" for phase in PHASES)
+            found |= dict.fromkeys(f"mem/{phase}_peak_gb" for phase in MEASURED)
         return found
 
 
