@@ -11,7 +11,7 @@ import transformers
 import megatron_bridge as bridge
 import train_grpo
 from grpo.parts.engine.push_check import shard_digests
-from rollout import Completion
+from rollout import Completion, Trace
 
 TOKENS = range(2, 12)  # the digits of the tiny model's tokenizer
 
@@ -32,11 +32,11 @@ class Engine:
         length = int(random.integers(1, max_tokens + 1))
         ids = random.integers(TOKENS.start, TOKENS.stop, length).tolist()
         logps = (-2 - random.random(length)).tolist()
-        routes = None
+        replay = {}
         if self.return_routes:
             scores = random.random((prompt + length - 1, self.hf.num_hidden_layers, self.hf.num_experts))
-            routes = scores.argsort(-1)[..., : self.hf.num_experts_per_tok].astype(np.int32)
-        return Completion(ids, logps, True, routes)
+            replay["routes"] = scores.argsort(-1)[..., : self.hf.num_experts_per_tok].astype(np.int32)
+        return Completion(ids, logps, True, Trace(replay=replay))
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], shards):
         for name, weight in weights:
