@@ -30,7 +30,7 @@ BUDGET = {
     "oracle": 13060,
     "tools": 7396,
     "benchmarks": 8182,
-    "tests": 98430,
+    "tests": 98424,
     "recipes": 8256,
     "docs": 35622,
 }

@@ -163,12 +163,11 @@ def test_its_state_is_saved_and_loaded(fork_server, small, tmp_path):
 
 
 @pytest.mark.slow
-def test_an_exact_run_is_repeated_and_says_what_gap_remains(train_forked, tmp_path):
+def test_an_exact_run_is_repeated(train_forked, tmp_path):
     """With torch's deterministic kernels, which exist for all that runs on the CPU."""
     options = ("rollout.exact=true", "parallel.tp=2", "rollout.tp=2", "train.steps=2", "train.save_every=0")
     first, second = (train_forked(2, *options, out=tmp_path / name, code=0) for name in "ab")
     assert lasting(first.metrics) == lasting(second.metrics) and equal(first.weights(2), second.weights(2))
-    assert "a log-prob gap of at most" in first.text
 
 
 def test_an_fp32_head_rounds_no_logits(world, small):
