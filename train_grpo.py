@@ -625,6 +625,7 @@ def run_schedule(
     training = loss_func is not None
     for chunk in model:
         chunk.train(training)
+
     with torch.set_grad_enabled(training):
         return bridge.get_forward_backward_func()(
             forward_step_func=partial(forward_step, temperature=temperature, loss_func=loss_func),

@@ -27,7 +27,7 @@ class Nuclei:
 
     @staticmethod
     def join(before: np.ndarray, ids: np.ndarray) -> np.ndarray:
-        """Of a conversation: those of its turns before, then of one more."""
+        """Of a conversation: the nuclei of its turns before, then of one more."""
         return np.concatenate([before, ids])
 
     def take(self, samples: list[int], index_F: torch.Tensor) -> "Nuclei":

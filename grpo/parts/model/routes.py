@@ -49,7 +49,7 @@ class Routes:
 
     @staticmethod
     def join(before: np.ndarray, routes: np.ndarray) -> np.ndarray:
-        """Of a conversation: those of its last turn, in which vLLM returns the routes of all tokens up to there."""
+        """Of a conversation: with its last turn vLLM returns the routes of all tokens up to there."""
         return routes
 
     def take(self, samples: list[int], index_F: torch.Tensor) -> "Routes":
