@@ -156,7 +156,14 @@ def chosen_letter(text: str) -> str | None:
     return None
 
 
-COMPARING = (exact, gsm8k, math_answer, multiple_choice)  # where a row's answer is a list, each of them with any entry
+# Rewards that compare with the reference, and how an answer gives it: grpo/step/named_rewards.py as_answer. Where a
+# row's answer is a list, they take any entry of it.
+COMPARING: dict[Callable, str] = {
+    exact: "{}",
+    gsm8k: "#### {}",
+    math_answer: "\\boxed{{{}}}",
+    multiple_choice: "Answer: {}",
+}
 
 
 # ---------------------------------------------------------------- rewards of form

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 
 from grpo.parts.base import user_code
-from reward import COMPARING, REWARDS, parse_math
+from reward import COMPARING, REWARDS, final_number, gsm8k, math_answer, parse_math
 
 Spec = str | dict[str, float]  # of a reward: a name, or {name: weight}
 Answer = str | list | dict  # a row's reference, as grpo.parts.data.prompts.Prompt has it
@@ -168,6 +168,19 @@ def answers_for(function: Callable, answer: Answer) -> list[str]:
             f"the reference answer {answer!r} is not a text, a number or a list of them; check data.answer_key"
         )
     return [str(one) for one in answer]
+
+
+def as_answer(function: Callable, reference: str) -> str:
+    """A reference as a right answer would give it to a function of COMPARING: "#### 7", "\\boxed{7}", "Answer: B"."""
+    if function is math_answer and "\\boxed" in reference:
+        return reference
+
+    stated = reference
+    if function is gsm8k:
+        stated = final_number(reference)
+    elif function is math_answer:
+        stated = reference.rpartition("####")[2].strip().strip("$")
+    return COMPARING[function].format(stated)
 
 
 def parts_of(value: float | dict, weight: float = 1.0) -> dict[str, float]:

@@ -110,6 +110,21 @@ def test_chosen_letter(text, letter):
     assert reward.chosen_letter(text) == letter
 
 
+@pytest.mark.parametrize(
+    "name, reference, answer",
+    [
+        ("exact", "a #### b", "a #### b"), ("gsm8k", "3 + 4 = 7\n#### 7 km", "#### 7"),
+        ("gsm8k", "2 + 3 = 5", "#### 5"),
+        ("math", "3 + 4 = 7\n#### $7$", boxed("7")[9:-1]), ("math", boxed("7"), boxed("7")),
+        ("multiple_choice", "(B)", "Answer: (B)"),
+    ],
+)  # fmt: skip
+def test_a_reference_as_an_answer_is_right(name, reference, answer):
+    function = reward.REWARDS[name]
+    assert named_rewards.as_answer(function, reference) == answer
+    assert function(answer, reference, {}) == 1
+
+
 NO_ANSWER = "is not a text, a number or a list of them; check data.answer_key"
 
 
