@@ -23,6 +23,7 @@ from grpo.parts.data.prompts import Mixture, Prompt, check_opening, load_prompts
 from grpo.parts.data.tokens import check_ids
 from grpo.parts.model import checkpoint, lora
 from grpo.run.preflight import configuration, equal_bits, linear_attention, run_plan
+from grpo.run.preflight.reward_trial import try_rewards
 from grpo.step import teacher, turns
 
 
@@ -151,6 +152,8 @@ def print_prompts(cfg, inputs):
         print(line, flush=True)
         if isinstance(prompts, Mixture):
             print(prompts.describe(cfg.train.steps * cfg.rollout.prompts_per_step), flush=True)
+        for line in try_rewards(cfg, prompts):
+            print(line, flush=True)
 
     if cfg.data.date is not None:
         print(f"date:    {cfg.data.date}, where the chat template writes today's (data.date)", flush=True)

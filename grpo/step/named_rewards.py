@@ -174,13 +174,16 @@ def as_answer(function: Callable, reference: str) -> str:
     """A reference as a right answer would give it to a function of COMPARING: "#### 7", "\\boxed{7}", "Answer: B"."""
     if function is math_answer and "\\boxed" in reference:
         return reference
+    return COMPARING[function].format(bare_reference(function, reference))
 
-    stated = reference
+
+def bare_reference(function: Callable, reference: str) -> str:
+    """What a reference of a function of COMPARING states, without the solution that leads to it: "7"."""
     if function is gsm8k:
-        stated = final_number(reference)
-    elif function is math_answer:
-        stated = reference.rpartition("####")[2].strip().strip("$")
-    return COMPARING[function].format(stated)
+        return str(final_number(reference))
+    if function is math_answer:
+        return reference.rpartition("####")[2].strip().strip("$")
+    return reference
 
 
 def parts_of(value: float | dict, weight: float = 1.0) -> dict[str, float]:
