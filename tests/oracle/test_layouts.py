@@ -60,7 +60,7 @@ def test_one_rank_equals_plain_transformers(world, tmp_path, family, dtype, boun
 
 
 # Relative errors of the whole gradient, at most; measured on all layouts: docs/dev/layouts.md.
-HALF = {"fp16": 0.01, "bf16": 0.2}
+HALF = {"fp16": 0.02, "bf16": 0.2}
 # Where rounding moves a ratio, or a KL of the kind k3, over a bound, the gradient jumps.
 NO_CLIP = {"clip_low": 100.0, "clip_high": 100.0, "kl": "k2"}
 
