@@ -163,10 +163,12 @@ def report(outcomes: list[tuple[Attempt, Outcome]], name, source, answer_key) ->
             f"warning: the prompts ask for answers in a form that the reward {name} does not read: "
             f"{examples(failed['asked'])} {where}"
         )
-    if passed["other"]:
+    confused = len(passed["other"]) > rows / 20  # fewer may be two ways to write one value
+    if confused:
         yield (
             f"warning: the reward {name} gives 1 to {len(passed['other'])} of {rows} references {where}, each given "
             f"as the answer to another row: {examples(passed['other'])}"
         )
-    if not (failed["own"] or failed["asked"] or passed["other"]):
-        yield f"reward:  {name} gives 1 to each of {rows} references of the source {source}, to none of another row"
+    if not (failed["own"] or failed["asked"] or confused):
+        others = len(passed["other"]) or "none"
+        yield f"reward:  {name} gives 1 to each of {rows} references of the source {source}, to {others} of another row"
