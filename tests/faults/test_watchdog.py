@@ -60,7 +60,8 @@ if __name__ == "__main__":
     if where == "rollout":
         from vllm.v1.engine.llm_engine import LLMEngine
         lock, mutex = ctypes.PyDLL(None).pthread_mutex_lock, ctypes.create_string_buffer(64)
-        LLMEngine.add_request = lambda *_: lock(mutex) or lock(mutex)  # never returns, and holds the GIL
+        # Never returns, and holds the GIL; before it the watchdog's thread publishes the phase.
+        LLMEngine.add_request = lambda *_: time.sleep(1) or lock(mutex) or lock(mutex)
     sys.exit(train_grpo.main(sys.argv[1:]))
 """
 
