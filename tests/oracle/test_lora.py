@@ -147,7 +147,9 @@ def test_a_run_pushes_exports_and_resumes(train_forked, tiny, tmp_path):
     size = sum(path.stat().st_size for path in first.glob("rank_*.safetensors"))
     assert size < 12 * sum(weight.numel() for weight in base.values()) / 2  # the adapters alone
 
-    for name, nproc, overrides in (("same", 2, []), ("tp2pp2", 4, ["parallel.tp=2", "parallel.pp=2"])):
+    empty = ["parallel.pp=2", "megatron.pipeline_model_parallel_layout=E|ttL"]  # a stage without a layer
+    layouts = [("same", 2, []), ("tp2pp2", 4, ["parallel.tp=2", "parallel.pp=2"]), ("empty", 2, empty)]
+    for name, nproc, overrides in layouts:
         resumed = train_forked(nproc, *RUN, *overrides, f"resume={first}", out=tmp_path / name, code=0)
         for weight, now in resumed.weights(3).items():
             alike = name != "same" and relative(now, exported[weight]) < 1e-4

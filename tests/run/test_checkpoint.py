@@ -40,6 +40,12 @@ def test_state_is_the_same_on_every_layout(fork_server, tmp_path, arch, dtype, l
     check_state(fork_server, tmp_path, dtype, layouts, 4, adapters)
 
 
+def test_adapters_where_the_first_stage_has_no_layer(fork_server, tmp_path):
+    tiny_model(tmp_path / "model")
+    empty = {"pp": 2, "megatron": {"pipeline_model_parallel_layout": "E|ttL"}}
+    check_state(fork_server, tmp_path, "fp32", {"empty": empty, "even": {"pp": 2}}, 2, adapters=8)
+
+
 def test_resume_is_exact(shared, train_forked, tmp_path):
     """The shared run goes on from its own first step, since the newest checkpoint is damaged: the same bits again."""
     out = tmp_path / "out"

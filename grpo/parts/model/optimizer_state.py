@@ -105,9 +105,9 @@ def set_adam_steps(part, steps):
 
 
 def optimizer_steps(optimizer) -> int:
-    """Number of updates so far, Adam's step count."""
-    inner = next(part.optimizer for part in optimizer.chained_optimizers if part.optimizer.state)
-    return int(next(iter(inner.state.values()))["step"])
+    """Number of updates so far, Adam's step count. All ranks call this: some may have a stage that trains no weight."""
+    states = [state for part in optimizer.chained_optimizers for state in part.optimizer.state.values()]
+    return max(ranks.gather(int(states[0]["step"]) if states else 0))
 
 
 # ---------------------------------------------------------------- saving and loading
