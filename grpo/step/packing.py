@@ -5,6 +5,7 @@ target, the next token, so a sample of n tokens has n - 1 positions. The plan is
 whole step, so every rank computes the same plan and packs its own part of it.
 """
 
+import functools
 import heapq
 import math
 from dataclasses import fields
@@ -14,6 +15,7 @@ import torch
 
 import megatron_bridge as bridge
 from config import Config, ParallelConfig
+from grpo.parts.base.hf_folder import read_config
 from grpo.parts.base.ranks import device, to_device
 from grpo.parts.model.attention import make_buckets, uses_varlen
 from grpo.step.records import Batch, MicroBatch, Rows
@@ -25,7 +27,7 @@ TOKEN = 4096
 ROW_TOKENS = 2048  # a shorter row is taken to cost as much, since on a GPU kernel launches take its time
 ROW_START = 128  # tokens that each row costs besides, so that the plan has few rows
 # A position that is a copy counts as so much of a computed one. Its key and value are stored for each answer: at most
-# 4 of the 34 × hidden bytes of activations of a layer (arXiv 2205.05198).
+# 4 of the 34 × hidden bytes of activations of a layer (arXiv 2205.05198). With linear attention it counts whole.
 COPY = 1 / 8
 PADDING_PIECE = 128  # tokens of a sequence of padding in a row without samples, at most
 
@@ -34,7 +36,9 @@ def to_micro_batches(batch: Batch, samples: list[int], max_tokens: int, cfg: Con
     """This replica's micro-batches of the numbered samples, each of at most `max_tokens` computed positions."""
     replicas = bridge.mpu.get_data_parallel_world_size()
     multiple = bridge.token_multiple(cfg.parallel)
-    bins = plan_rows(batch, samples, max_tokens // multiple * multiple, replicas, cfg)
+    models = {cfg.model.path, cfg.algo.teacher} - {None, "self"}
+    copy = 1.0 if any(map(holds_copies, models)) else COPY
+    bins = plan_rows(batch, samples, max_tokens // multiple * multiple, replicas, cfg, copy)
 
     widths = []
     for members in bins:
@@ -46,6 +50,12 @@ def to_micro_batches(batch: Batch, samples: list[int], max_tokens: int, cfg: Con
     rank = bridge.mpu.get_data_parallel_rank()
     own = zip(bins[rank::replicas], widths[rank::replicas], strict=True)
     return [pack(batch, members, width, device(), cfg.shares_prompts) for members, width in own]
+
+
+@functools.cache
+def holds_copies(path: str) -> bool:
+    """Whether the layers of a model hold all they compute of each copy of a prompt, as those of linear attention do."""
+    return bridge.has_linear_attention(read_config(path))
 
 
 def measure_rows(micro_batches: list[MicroBatch], cfg: Config) -> dict[str, float]:
@@ -82,8 +92,10 @@ def bubble(micro_batches: int, parallel: ParallelConfig) -> float:
 # ---------------------------------------------------------------- the plan: which samples share a row
 
 
-def plan_rows(batch: Batch, samples: list[int], max_tokens: int, replicas: int, cfg: Config) -> list[list[int]]:
-    """The numbered samples in bins of at most `max_tokens` positions, where a copy counts as COPY of one.
+def plan_rows(
+    batch: Batch, samples: list[int], max_tokens: int, replicas: int, cfg: Config, copy: float = COPY
+) -> list[list[int]]:
+    """The numbered samples in bins of at most `max_tokens` positions, where a copy counts as `copy` of one.
 
     Replica r takes bins[r::replicas]. In a bin, the answers to a prompt are side by side. Units of up to `most` answers
     to one prompt are planned, for ever smaller `most`, and the plan that finishes first is taken
@@ -104,10 +116,12 @@ def plan_rows(batch: Batch, samples: list[int], max_tokens: int, replicas: int, 
         is_first_N = rank_N % most == 0  # the others of a unit share its prompt
         starts_U = np.flatnonzero(is_first_N)
         shared_N = np.where(is_first_N, 0, prompts_N)
-        tokens_U = np.ceil(np.add.reduceat(lengths_N - (1 - COPY) * shared_N, starts_U)).astype(np.int64)
+        tokens_U = np.ceil(np.add.reduceat(lengths_N - (1 - copy) * shared_N, starts_U)).astype(np.int64)
 
         if tokens_U.max(initial=0) <= max_tokens or most == 1:
-            attended_U = np.add.reduceat(lengths_N**2 - shared_N**2, starts_U)
+            # What a copy takes of a row's memory beyond COPY is no time.
+            attended_N = lengths_N**2 - shared_N**2 - TOKEN * (copy - COPY) * shared_N
+            attended_U = np.add.reduceat(attended_N, starts_U)
             bins, duration = plan_bins(tokens_U, attended_U, max_tokens, replicas, cfg.parallel)
             if duration < best:
                 best = duration

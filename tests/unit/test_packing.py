@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 import torch
 
+import megatron_bridge as bridge
 from config import AlgoConfig, ParallelConfig
 from grpo.parts.model.attention import make_buckets
 from grpo.step import packing
 from rollout import Trace
-from tests.conftest import tiny_config
+from tests.conftest import tiny_config, tiny_model
 from train_grpo import Sample, flatten, grpo_loss
 
 
@@ -125,6 +126,19 @@ def test_plans_of_shared_prompts_by_hand():
     assert len(plan_rows(batch, 28, 1, "train.share_prompts=false")) == 4
     with pytest.raises(ValueError, match="a sample of 14 tokens does not fit a micro-batch of 13"):
         plan_rows(batch, 13)
+
+
+@pytest.mark.parametrize("family, cap", [("qwen3", 3.5), ("qwen3_5_text", 1)])
+def test_rows_of_linear_attention_hold_every_copy(world, tmp_path, family, cap):
+    """Sixteen answers of 8 tokens to prompts of 96: other models hold three times the row as keys and values."""
+    cfg = tiny_config(f"model.path={tiny_model(tmp_path, family)}")
+    bridge.init_model_parallel(cfg.parallel, cfg.seed)
+    batch = flatten(answers(np.arange(4 * 96).reshape(4, 96).tolist(), *[8] * 16))
+    rows = packing.to_micro_batches(batch, [*range(64)], 512, cfg)
+    held = [row.tokens.shape[1] / 512 for row in rows]
+    assert cap - 0.5 < max(held) <= cap and sum(len(row.samples) for row in rows) == 64
+    computed = sum(row.width for row in rows)
+    assert computed < sum(row.tokens.shape[1] for row in rows) / 2  # what fits a row is shared still
 
 
 def test_sharing_saves_what_prompts_repeat_and_replicas_still_work_alike():

@@ -307,8 +307,8 @@ def activation_bytes(hf, cfg, stage) -> tuple[int, int]:
 
     Selective recomputation and recompute_method=block are not counted: with these the plan is too large.
 
-    Keys and values of shared prompts, copied for each answer, are within: packing.COPY counts them as positions of the
-    row.
+    Shared prompts, of which each answer has a copy, are within: packing counts a copy as a part of a position, or with
+    linear attention as a whole one.
     """
     p = cfg.parallel
     in_flight = p.pp - stage
