@@ -19,7 +19,7 @@ from grpo.parts.base.files import open_output_dir
 from grpo.parts.base.read_config import override
 from grpo.parts.base.require import require
 from grpo.parts.data.ends import Ends, endless, read_ends
-from grpo.parts.data.prompts import Mixture, Prompt, check_opening, load_prompts, load_tokenizer
+from grpo.parts.data.prompts import Mixture, Prompt, check_opening, check_reading, load_prompts, load_tokenizer
 from grpo.parts.data.tokens import check_ids
 from grpo.parts.model import checkpoint, lora
 from grpo.run.preflight import configuration, equal_bits, linear_attention, run_plan
@@ -91,6 +91,8 @@ def read_files(cfg, parts: list[str], weights: bool) -> tuple[Config, Inputs]:
         own_ends = read_ends(folder, tokenizer, cfg.rollout if part == "train" else cfg.eval)
         named = f"eos_token_id of tokenizer, config.json or generation_config.json in {folder}"
         check_ids(named, own_ends.tokens, tokenizer, vocab_size)
+        if part == parts[0]:
+            check_reading(folder, tokenizer, own, cfg.data)
         check_opening(own[0], cfg.data, tokenizer)
         turns.check(cfg, tokenizer, vocab_size, own[0].row)
         prompts[part] = own

@@ -3,6 +3,7 @@
 import datetime
 import json
 import pickle
+import re
 from pathlib import Path
 from unittest import mock
 
@@ -16,9 +17,9 @@ from torch.utils.data import ConcatDataset
 
 from config import DataConfig
 from grpo.parts.data.ends import Ends, endless
-from grpo.parts.data.prompts import load_prompts
+from grpo.parts.data.prompts import check_reading, load_prompts, load_tokenizer
 from grpo.run.inputs import first_day
-from tests.conftest import tiny_config, write_rows
+from tests.conftest import refused, tiny_config, write_rows
 
 # What a careless reader would change: leading zeros, the text "None", a number that is text, commas, line breaks.
 ROWS = [
@@ -217,6 +218,39 @@ def test_an_end_token_that_stands_for_unknown_characters_is_not_one_that_is_adde
     write("a.jsonl", [{"prompt": "12>", "answer": "1"}])
     (prompt,) = load_prompts(DataConfig(train="a.jsonl", chat_template=False), tokenizer, 16)
     assert tokenizer.decode(prompt.ids) == "12>"
+
+
+LOSES = (
+    "reads 'What is 5 the tool[?]' as 'Whatis5thetool[?]', tokenizer.json as 'What is 5 the tool[?]'.*LlamaTokenizer"
+)
+READINGS = [  # architecture, tokenizer_config.json, what is changed of the tokenizer, what is said
+    ("llama", {"tokenizer_class": "LlamaTokenizerFast"}, {}, LOSES),
+    ("llama", {"tokenizer_class": "PreTrainedTokenizerFast"}, {}, None),
+    ("mistral", {"tokenizer_class": "LlamaTokenizer"}, {}, None),  # transformers takes no class for its word
+    ("llama", {"tokenizer_class": "Qwen2Tokenizer"}, {}, "warning: .*Qwen2Tokenizer of transformers gives 1 of 1"),
+    ("llama", {"clean_up_tokenization_spaces": True, "add_bos_token": True, "bos_token": "<eos>"}, {}, None),
+    ("llama", {}, {"normalizer": tokenizers.normalizers.Lowercase()}, None),
+    ("llama", {"added_tokens_decoder": {"300": {"content": "tool", "special": True}}}, {}, None),
+]
+
+
+@pytest.mark.parametrize("arch, config, change, said", READINGS)
+def test_transformers_reads_the_folders_tokenizer_json(tmp_path, capsys, arch, config, change, said):
+    made = make_tiny.bpe_tokenizer(["What is 5 the tool?"] * 3, 300)
+    made.enable_truncation(4)
+    for name, value in change.items():
+        setattr(made, name, value)
+    make_tiny.save_model(tmp_path / "model", made, arch, hidden=64)
+    file = tmp_path / "model/tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | config))
+
+    tokenizer = load_tokenizer(tmp_path / "model")
+    write("a.jsonl", [{"prompt": "What is 5 the tool?", "answer": "1"}])
+    cfg = DataConfig(train="a.jsonl")
+    prompts = load_prompts(cfg, tokenizer, 400)
+    with refused(ValueError, said if said is LOSES else None):
+        check_reading(tmp_path / "model", tokenizer, prompts, cfg)
+        assert re.search(said or "^$", capsys.readouterr().out)
 
 
 def test_templates_and_tokenizers_that_lose_the_prompt_are_refused(load, tokenizer):

@@ -12,12 +12,14 @@ import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 from numpy import ndarray
 from torch.utils.data import ConcatDataset
 
 from config import DataConfig
+from grpo.parts.base.ranks import is_first_rank
 from grpo.parts.base.require import require_data
 from grpo.parts.data import mixing, tokens
 from grpo.parts.data.tables import Table, concatenate, hold_small, read_tables, rows_between
@@ -100,6 +102,51 @@ def load_tokenizer(path):
         raise ValueError(
             f"model.path={path}: its tokenizer cannot be read: {type(error).__name__}: {problem}"
         ) from None
+
+
+def check_reading(path, tokenizer, prompts: Sequence[Prompt], cfg):
+    """Compare transformers' reading of a model's tokenizer.json with the file itself, on up to 100 of the prompts.
+
+    Raises ValueError if transformers loses text that the file keeps, as a class that does not suit the file does. Warns
+    if only the ids differ.
+    """
+    import tokenizers
+    from transformers.utils import cached_file
+
+    file = cached_file(path, "tokenizer.json", _raise_exceptions_for_missing_entries=False)
+    if file is None:
+        return
+    plain = tokenizers.Tokenizer.from_file(file)
+    plain.no_truncation()
+    plain.no_padding()
+    added = getattr(tokenizer, "added_tokens_decoder", {})  # tokenizer_config.json may have others than the file
+    plain.add_tokens([*added.values()])
+
+    class_name = type(tokenizer).__name__
+    checked = min(len(prompts), 100)
+    others = 0
+    for number in range(checked):
+        text = tokens.prompt_text(tokens.lookup(prompts[number].row, cfg.prompt_key), cfg, tokenizer)
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        wanted = plain.encode(text, add_special_tokens=False).ids
+        others += ids != wanted
+
+        # Spaces may differ, and tokens that neither shows.
+        decode = partial(tokenizer.decode, ids, clean_up_tokenization_spaces=False)
+        read, kept = decode(), plain.decode(wanted)
+        require_data(
+            read.split() == text.split() or decode(skip_special_tokens=True).split() == kept.split(),
+            f"model.path={path}: transformers reads {text[:50]!r} as {read[:50]!r}, tokenizer.json as {kept[:50]!r}: "
+            f"its class {class_name} does not suit that file, so the model would get other tokens than it knows. Set "
+            '"tokenizer_class": "PreTrainedTokenizerFast" in tokenizer_config.json. For some kinds of models, such as '
+            "Qwen2, transformers ignores it; these need a tokenizer of their kind",
+        )
+
+    if others and is_first_rank():
+        print(
+            f"warning: model.path={path}: {class_name} of transformers gives {others} of {checked} prompts other ids "
+            "than tokenizer.json has; see tokenizer_class in tokenizer_config.json"
+        )
 
 
 def load_prompts(cfg, tokenizer, vocab_size, key="train") -> PromptSet | Mixture:
