@@ -4,15 +4,19 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 import subprocess
 import sys
 from unittest import mock
 
 import numpy as np
 import pytest
+import torch
+import transformers
 
 from config import UserError
 from grpo.parts.base.files import complete_folder, lock_output_dir, open_output_dir
+from grpo.parts.base.hf_folder import export_hf
 from grpo.parts.base.rollout_files import RolloutWriter
 from tests.conftest import REPO, wrap
 
@@ -63,6 +67,17 @@ def test_an_earlier_run_is_moved_aside(tmp_path, capsys):
     (out / "metrics.jsonl").write_text("no JSON\n")
     with pytest.raises(UserError, match=r"output_dir=.*out: Expecting value"):
         open_output_dir(out, "seed: 3\n", "auto", 2)
+
+
+def test_an_export_has_what_transformers_saves_of_a_tokenizer(world, tiny, tmp_path):
+    source = shutil.copytree(tiny / "model", tmp_path / "model")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(source)
+    tokenizer.chat_template = {"default": "a", "tool_use": "b", "rag": "c"}
+    tokenizer.save_pretrained(source)
+    export_hf([("weight", torch.ones(2))], source, tmp_path / "export")
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "export").chat_template == tokenizer.chat_template
+    files = [{str(file.relative_to(folder)) for file in folder.rglob("*")} for folder in (source, tmp_path / "export")]
+    assert files[0] - files[1] == {"model.safetensors"}
 
 
 def test_a_folder_is_complete_or_absent(tmp_path):

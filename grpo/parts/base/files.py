@@ -147,7 +147,7 @@ def complete_folder(target: Path) -> Iterator[Path]:
     temporary = make_temporary_folder(target)
     try:
         yield temporary
-        for file in temporary.iterdir():
+        for file in temporary.rglob("*"):
             sync(file)
         put_in_place(temporary, target)
     except BaseException:

@@ -160,6 +160,9 @@ def export_hf(weights: Iterable[tuple], source, target: Path):
             for file in Path(source).iterdir():
                 if file.suffix in (".json", ".jinja", ".txt", ".model") and not file.name.endswith(".index.json"):
                     shutil.copy(file, folder)
+            templates = Path(source, "additional_chat_templates")
+            if templates.is_dir():
+                shutil.copytree(templates, folder / templates.name)
 
             weight_map = {}
             on_host = ((name, tensor.cpu()) for name, tensor in weights)
