@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from functools import partial
 
 import pytest
 import torch
@@ -125,6 +126,7 @@ SLIDING = {"layer_types": ["linear_attention", "sliding_attention"]}
 MODELS = [  # what differs in config.json, overrides, what the refusal says
     ({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}, "", "is a GPT2LMHeadModel; supported are LlamaFor"),
     ({"hidden_act": "gelu"}, "", "hidden_act='gelu'"),
+    ({"quantization_config": {"quant_method": "awq"}}, "", "{'quant_method': 'awq'}; quantised weights (AWQ, "),
     ({"rope_parameters": YARN}, "", "rope type 'yarn' is not supported"),
     *(
         ({"num_attention_heads": 12, "num_key_value_heads": 3}, f"{key}=4", f"{key}=4 neither divides the model's "
@@ -175,7 +177,24 @@ FILES = [  # what is done to a folder with two shards and their index, what the 
     (lambda folder, shard: shard.rename(folder / "model.safetensors"), "json, if model.safetensors is the model"),
     (lambda folder, shard: (folder / INDEX).unlink(), "it must hold model.safetensors and no others, but has model-0."),
     (lambda folder, shard: None, None),
+    (
+        lambda folder, shard: none_but(folder, "pytorch_model.bin"),
+        "no safetensors; torch's own files are not read: con",
+    ),
+    (lambda folder, shard: none_but(folder, "model-Q4_K_M.gguf"), "no safetensors; GGUF is the format of llama.cpp"),
+    (
+        lambda folder, shard: none_but(folder, "adapter_model.safetensors"),
+        "adapter_model.safetensors; adapters of PEFT ",
+    ),
+    (lambda folder, shard: none_but(folder, "training_args.bin"), "but has no safetensors$"),
 ]
+
+
+def none_but(folder, name):
+    """Removes the weights and their index, and leaves a file of this name."""
+    for file in (*folder.glob("*.safetensors"), folder / INDEX):
+        file.unlink()
+    (folder / name).touch()
 
 
 @pytest.mark.parametrize("harm, message", FILES)
@@ -188,8 +207,34 @@ def test_shards_that_are_not_whole_are_told_by_name(tiny, tmp_path, harm, messag
         save_file({name: weights[name] for name in weights if shard_of[name] == shard}, folder / shard)
     (folder / INDEX).write_text(json.dumps({"weight_map": shard_of}))
     harm(folder, folder / "model-1.safetensors")
-    with refused(UserError, message and re.escape(message)):
+    with refused(UserError, message and re.escape(message).replace(r"\$", "$")):
         check_weights(str(folder))
+
+
+@pytest.mark.parametrize(
+    "name, said",
+    [
+        ("adapter_config.json", "adapters of PEFT"),
+        ("x.gguf", "GGUF is the"),
+        ("rank_0.safetensors", "a checkpoint is no"),
+    ],
+)
+def test_a_folder_without_a_config_json_is_told_what_it_holds(dry_run, tmp_path, name, said):
+    (tmp_path / name).write_text("{}")
+    code, text = dry_run(f"model.path={tmp_path}")
+    assert code == 2 and re.search(f"model.path=.*; {said}", text), text
+
+
+def rename(old, new, weights):
+    return {name.replace(old, new, 1): weight for name, weight in weights.items()}
+
+
+def add(name, weights):
+    return weights | {name: torch.ones(4)}
+
+
+def narrow(dtype, weights):
+    return weights | {UP: weights[UP].to(dtype)}
 
 
 EMBEDDING, HEAD, UP = "model.embed_tokens.weight", "lm_head.weight", "model.layers.1.mlp.up_proj.weight"
@@ -205,6 +250,29 @@ BIAS = "model.layers.0.self_attn.o_proj.bias"
         ({}, lambda weights: weights | {BIAS: weights[UP][0].clone()}, f"no place for: {BIAS}"),
         ({}, lambda weights: {name: weights[name] for name in weights if name != UP}, f"lacks {UP}"),
         ({"vocab_size": 14}, dict, f"vocab_size=14 in its config.json, but {EMBEDDING} has 16 rows"),
+        # Formats of quantised weights, names of PEFT and of wrappers
+        *(
+            ({}, partial(rename, UP, UP.replace("weight", part)), f"lacks {UP}; quantised weights")
+            for part in ("qweight", "weight_packed")
+        ),
+        *(
+            ({}, partial(add, f"{UP}{part}"), f"no place for: {UP}{part}; quantised weights")
+            for part in (".absmax", "_scale_inv")
+        ),
+        *(
+            ({}, partial(narrow, dtype), f"{UP} is {said}; quantised weights")
+            for dtype, said in ((torch.int8, "I8"), (torch.uint8, "U8"), (torch.float8_e4m3fn, "F8_E4M3"))
+        ),
+        *(({}, partial(narrow, dtype), None) for dtype in (torch.float16, torch.float64)),
+        *(
+            ({}, partial(rename, "", prefix), f"lacks {EMBEDDING}.*; {said}")
+            for prefix, said in (
+                ("base_model.model.", "adapters of PEFT"),
+                ("_orig_mod.", "names begin with the prefix"),
+            )
+        ),
+        ({}, partial(rename, "model.", ""), f"lacks {EMBEDDING}.*; names lack their prefix"),
+        ({}, partial(rename, UP, UP.replace("weight", "base_layer.weight")), f"lacks {UP}; adapters of PEFT"),
     ],
 )
 def test_weights_that_do_not_fit_the_model_are_refused(tiny, tmp_path, config, change, message):

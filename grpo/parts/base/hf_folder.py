@@ -21,6 +21,24 @@ EXPORT_SHARD_BYTES = 4 << 30
 UNTRAINED = ("model.visual.", "mtp.")  # weights for images and multi-token prediction, which an export copies
 # Tensors that hold all experts of a layer, and the projections in them
 JOINED = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
+# What names of files or tensors show of a folder, and what to do
+QUANTISED = (
+    "quantised weights (AWQ, GPTQ, bitsandbytes, fp8 and the like) are not supported: give the model that was "
+    "quantised, with safetensors in bf16, fp16 or fp32"
+)
+KINDS = {
+    r"^adapter_|^base_model\.|\.base_layer\.|\.lora_[AB]\.": "adapters of PEFT are no model: merge them with theirs, "
+    "peft.AutoPeftModelForCausalLM.from_pretrained(FOLDER).merge_and_unload().save_pretrained(NEW), and give NEW, with "
+    "the tokenizer's files",
+    r"\.(qweight|scales|SCB|absmax|weight_packed|weight_scale(_inv)?)$": QUANTISED,
+    r"\.gguf$": "GGUF is the format of llama.cpp: give the model that it was made from, with safetensors",
+    r"^(pytorch_model|consolidated|model).*\.(bin|pth?)$": "torch's own files are not read: convert them with "
+    "transformers.AutoModelForCausalLM.from_pretrained(FOLDER, dtype='auto').save_pretrained(FOLDER)",
+    r"^rank_.*\.safetensors$": "a checkpoint is no model: go on with resume=FOLDER, or give an export, hf/step_N",
+    r"^(module|_orig_mod)\.": "names begin with the prefix of a wrapper (DDP, torch.compile): save the model within, "
+    "model.save_pretrained(FOLDER)",
+    r"^(layers|embed_tokens)\.": "names lack their prefix, as of a model without a head: save a causal language model",
+}
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
@@ -36,18 +54,32 @@ def check_found(path: str, key: str):
         said = " ".join(str(error).split())[:200]
         raise ValueError(
             f"{key}={path}: there is no folder {Path(path).absolute()}, and the hub does not give a model of this name "
-            f"({type(error).__name__}: {said}). Give the folder of a model on this machine, {key}=FOLDER, with "
-            "config.json, the tokenizer's files and safetensors, or a name such as Qwen/Qwen2.5-0.5B-Instruct"
+            f"({type(error).__name__}: {said}{show_kind([path])}). Give the folder of a model on this machine, "
+            f"{key}=FOLDER, with config.json, the tokenizer's files and safetensors, or a name such as "
+            "Qwen/Qwen2.5-0.5B-Instruct"
         ) from None
 
 
+def show_kind(names: Iterable[str]) -> str:
+    """What names of files or tensors show, to put after an error; "" if they show none of KINDS."""
+    names = [*names]
+    for pattern, said in KINDS.items():
+        if any(re.search(pattern, name) for name in names):
+            return f"; {said}"
+    return ""
+
+
 def read_config(path: str):
-    """The configuration of a model's language model, with the whole model's architectures and its weights' `prefix`."""
+    """The configuration of a model's language model, with the whole model's architectures and its weights' `prefix`.
+
+    `quantised` is the whole model's quantization_config, or None.
+    """
     import transformers
 
     whole = transformers.AutoConfig.from_pretrained(path)
     config = whole.get_text_config()
     config.architectures = whole.architectures
+    config.quantised = getattr(whole, "quantization_config", None)
     config.dtype = config.dtype or whole.dtype
     config.prefix = "model" if config is whole else "model.language_model"
     return config
@@ -82,7 +114,8 @@ def safetensor_files(path: str) -> dict[str, str]:
     files = {*Path(path).glob("*.safetensors")}
     if not index.exists() and files != {whole}:  # without an index vLLM reads them all
         held = ", ".join(sorted(file.name for file in files)) or "no safetensors"
-        raise ValueError(f"without {index.name} it must hold {whole.name} and no others, but has {held}")
+        kind = show_kind(file.name for file in Path(path).iterdir())
+        raise ValueError(f"without {index.name} it must hold {whole.name} and no others, but has {held}{kind}")
 
     found = {}
     file = index

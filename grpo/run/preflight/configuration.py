@@ -7,13 +7,14 @@ legal. To add a rule, add a call to the function it belongs to: under `check_con
 
 import math
 import os
+from pathlib import Path
 
 from safetensors import safe_open
 
 import megatron_bridge as bridge
 from config import LoraConfig, UserError
 from grpo.parts.base import versions
-from grpo.parts.base.hf_folder import UNTRAINED, check_found, read_config, safetensor_files
+from grpo.parts.base.hf_folder import QUANTISED, UNTRAINED, check_found, read_config, safetensor_files, show_kind
 from grpo.parts.base.ranks import is_first_rank, say
 from grpo.parts.base.require import require
 from grpo.parts.model import stages
@@ -265,9 +266,12 @@ def check_model(cfg, path, rollout_tp, key="model.path"):
     try:
         hf = read_config(path)
     except Exception as error:  # transformers raises any exception for a damaged config.json
-        raise UserError(f"{model}: {' '.join(str(error).split())[:300]}") from None
+        kind = show_kind(file.name for file in Path(path).glob("*"))
+        raise UserError(f"{model}: {' '.join(str(error).split())[:300]}{kind}") from None
 
     # What its layers compute has a counterpart here.
+    said = str(hf.quantised)[:80]
+    require(not hf.quantised, f"{model}: quantization_config in its config.json is {said}; {QUANTISED}")
     family = (hf.architectures or ["?"])[0]
     require(family in bridge.FAMILIES, f"{model} is a {family}; supported are {', '.join(bridge.FAMILIES)}")
     if bridge.has_linear_attention(hf):
@@ -387,6 +391,9 @@ def check_routes(cfg):
 # ---------------------------------------------------------------- the model's weights
 
 
+WIDE = ("BF16", "F16", "F32", "F64")  # types of tensors, as safetensors names them
+
+
 def check_weights(path, key="model.path"):
     """The safetensors of the folder `path`, given at `key`, hold just the tensors that the model is made of."""
     model = f"{key}={path}"
@@ -408,8 +415,15 @@ def check_weights(path, key="model.path"):
     if hf.tie_word_embeddings:
         found.discard("lm_head.weight")  # a copy that some exporters write
     lacking, extra = sorted(wanted - found), sorted(found - wanted)
-    require(not lacking, f"{model} lacks {', '.join(lacking[:3])}")
-    require(not extra, f"{model} has tensors this model has no place for: {', '.join(extra[:3])}")
+    kind = show_kind(found)
+    require(not lacking, f"{model} lacks {', '.join(lacking[:3])}{kind}")
+    require(not extra, f"{model} has tensors this model has no place for: {', '.join(extra[:3])}{kind}")
+
+    for file in sorted({*files.values()}):
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118
+                dtype = opened.get_slice(name).get_dtype()
+                require(dtype in WIDE or name.startswith(UNTRAINED), f"{model}: {name} is {dtype}; {QUANTISED}")
 
     if untrained and is_first_rank():
         say(
