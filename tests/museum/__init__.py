@@ -28,6 +28,7 @@ class Exhibit:
     message: str = ""  # a piece of the error; of `make check` the first item that parts; of a test its id, file::name
     where: str = ""  # trackers' issues, "owner/name#number" or "name#number"; empty: a class of failures without one
     setting: str = "plain"  # key of SETTINGS: the options of the run
+    by_bits: bool = False  # whether it is noticed where trainer and vLLM have equal bits alone
 
     def apply(self):
         """Put the bug into the running process. Raises LookupError where the function lacks the line."""

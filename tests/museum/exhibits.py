@@ -49,6 +49,7 @@ COPIES = "copies of the trainer's weights differ"
 FINALIZE = "megatron.core.distributed.finalize_model_grads:finalize_model_grads"
 
 ByRun = partial(Exhibit, seen="run")
+ByBits = partial(Exhibit, seen="run", by_bits=True)
 EXHIBITS = {exhibit.name: exhibit for exhibit in [
     # gradients and the loss
     Exhibit("mean_of_the_answers_gradients", "a shared prompt gets the mean of its answers' gradients",
@@ -79,7 +80,7 @@ EXHIBITS = {exhibit.name: exhibit for exhibit in [
         "train_grpo:policy_loss", "mean_T = sequence_mean(log_ratio_T.detach(), mask_T, sequence_T)",
         "mean_T = sequence_sum(log_ratio_T.detach() * mask_T, sequence_T)", where="trl#5814", setting="gspo",
         message="loss: "),
-    ByRun("ratio_to_the_present", "old log-probs are of the weights that are trained, not of those that sampled",
+    ByBits("ratio_to_the_present", "old log-probs are of the weights that are trained, not of those that sampled",
         "train_grpo:grpo_loss", "if mb.old_logp is None else", "if True else", where="miles#1829",
         setting="two updates", message=OLD),
     Exhibit("importance_weights_ignored", "the loss ignores the importance weights", "train_grpo:grpo_loss",
@@ -94,7 +95,7 @@ EXHIBITS = {exhibit.name: exhibit for exhibit in [
         "megatron_bridge:hidden_states", '{"padding_mask": untrained}', '{"padding_mask": torch.zeros_like(untrained)}',
         seen="test", message="tests/oracle/test_layouts.py::test_balancing_loss_does_not_depend_on_the_layout",
         where="molt#130", setting="balanced experts"),
-    ByRun("dropout_in_reference", "dropout is on in the reference model's pass", "train_grpo:with_logprobs",
+    ByBits("dropout_in_reference", "dropout is on in the reference model's pass", "train_grpo:with_logprobs",
         "ref_logp=score(run.model, batch.for_other_weights(), cfg, run.reference)",
         "ref_logp=torch.nn.functional.dropout(score(run.model, batch, cfg, run.reference), 0.1)", setting="kl",
         message="the reference is the policy before its first update"),
@@ -177,7 +178,7 @@ EXHIBITS = {exhibit.name: exhibit for exhibit in [
     # groups, rewards and data
     Exhibit("groups_exchanged", "answers are shuffled, and groups are taken from their old places",
         "train_grpo:group_advantages", "members = groups_N == group",
-        "members = np.random.default_rng(0).permutation(groups_N) == group", message="updates: "),
+        "members = np.random.default_rng(0).permutation(groups_N) == group", message="advantages: "),
     Exhibit("advantages_of_another", "each answer has the advantage of the one before it", "train_grpo:add_advantages",
         "torch.from_numpy(advantages_N).float()", "torch.from_numpy(np.roll(advantages_N, 1)).float()",
         message="gradient: "),
@@ -209,15 +210,15 @@ EXHIBITS = {exhibit.name: exhibit for exhibit in [
         "answers = (tokens_N > 0).sum().clamp(min=1)", "answers = (counts_N > 0).sum().clamp(min=1)",
         where="trl#6024", setting="two updates", message="token-weights: "),
     # one side computes otherwise, by less than rounding shows in bf16
-    ByRun("bit_turned", "one bit of a norm's weight is turned in vLLM after the push was verified",
+    ByBits("bit_turned", "one bit of a norm's weight is turned in vLLM after the push was verified",
         "rollout:Engine.load_weights", "self.has_weights = True",
         "self.has_weights = True; self.layers()[1].post_attention_layernorm.weight.data.view(torch.int16)[3] ^= 8",
         setting="bf16", message="the norm before the feed-forward block of layer 1"),
-    ByRun("rope_base", "the base of the rotary embedding is one percent larger in the trainer",
+    ByBits("rope_base", "the base of the rotary embedding is one percent larger in the trainer",
         "grpo.parts.model.attention:rotary_embedding", "if rope.rope_type not in",
         "rope.inv_freq = rope.inv_freq ** 1.001\n    if rope.rope_type not in", setting="bf16",
         message="the rotary embedding of layer 0"),
-    ByRun("rounded_once", "SwiGLU is rounded once in the trainer, and twice in vLLM",
+    ByBits("rounded_once", "SwiGLU is rounded once in the trainer, and twice in vLLM",
         "grpo.parts.model.layers:SwiGLU.forward", "return F.silu(gate).mul_(up)",
         "return F.silu(gate.float()).mul_(up.float()).to(gate.dtype)", setting="bf16",
         message="SwiGLU of layer 0"),
