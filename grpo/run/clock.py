@@ -80,11 +80,15 @@ class Clock:
         self.watchdog.stop()
 
 
+# Of Ctrl-C, a scheduler, a terminal that closes, Ctrl-\, and Slurm's --signal=USR1
+STOP_SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1]
+if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # as nohup does
+    STOP_SIGNALS.remove(signal.SIGHUP)
 SAME_REQUEST_S = 2.0  # a scheduler may signal every process while torchrun passes the same signal on
 
 
 class StopSignals:
-    """Notes SIGTERM and SIGINT: `requested` is the name of the first one on this rank. Make it on the main thread.
+    """Notes STOP_SIGNALS: `requested` is the name of the first one on this rank. Make it on the main thread.
 
     How torchrun passes signals on: docs/dev/field-notes.md.
     """
@@ -96,7 +100,7 @@ class StopSignals:
         os.set_blocking(write, False)
         # A handler waits until the main thread is back in Python; the pipe is written at once, even in a collective.
         signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in STOP_SIGNALS:
             signal.signal(number, lambda *_: None)
         threading.Thread(target=self._listen, args=(read,), daemon=True).start()
 
@@ -104,7 +108,7 @@ class StopSignals:
         first, since = None, 0.0
         while True:
             number = os.read(pipe, 1)[0]
-            if number not in (signal.SIGINT, signal.SIGTERM):
+            if number not in STOP_SIGNALS:
                 continue
 
             if first is None:
