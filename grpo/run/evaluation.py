@@ -19,7 +19,7 @@ from grpo.parts.base.read_config import load_config, override, validate
 from grpo.parts.base.require import require
 from grpo.parts.base.rollout_files import write_rows
 from grpo.parts.model import checkpoint, optimizer_state
-from grpo.run.clock import Clock
+from grpo.run.clock import STOP_SIGNALS, Clock
 from grpo.run.inputs import Inputs, check_base, print_prompts, read
 from grpo.run.launch import joined, prepare_process
 from grpo.run.preflight import configuration, machines, options
@@ -55,11 +55,13 @@ def started(args, engine: type) -> Iterator[Sampler]:
     cfg = read_config(args)
     prepare_process(cfg)
     machines.check_start(cfg)
-    exported = None
-    if cfg.resume not in ("none", "auto"):
-        exported = read_export_config(args)
+    saved = None
+    if cfg.resume != "none":
+        saved = chosen_checkpoint(cfg)
+    exported = read_export_config(args) if saved else None
     cfg, inputs = read(cfg, ["eval"], weights=True)
     if ranks.is_first_rank():
+        print(f"weights: {saved or cfg.model.path}")
         print_prompts(cfg, inputs)
 
     with joined(cfg) as clock:
@@ -72,7 +74,7 @@ def started(args, engine: type) -> Iterator[Sampler]:
             gc.collect()  # the trainer's model, before vLLM measures free memory
             torch.cuda.empty_cache()
 
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_DFL)  # there is nothing to save, so a signal ends the process
         clock.watchdog.enter("build")
         awake = engine(inputs.model_path, cfg.model, cfg.rollout, configuration.longest_sample(cfg), asleep=False)
@@ -143,6 +145,13 @@ def export(args):
         export_checkpoint(cfg, inputs.model_path)
 
 
+def chosen_checkpoint(cfg) -> Path | None:
+    """The checkpoint `resume`; for none and auto the newest in the output folder, or None if there is none."""
+    if cfg.resume not in ("none", "auto"):
+        return Path(cfg.resume)
+    return next(iter(checkpoint.list_checkpoints(Path(cfg.output_dir, "checkpoints"))), None)
+
+
 def read_export_config(args) -> Config:
     """The configuration of an export; its layout need not be the checkpoint's. Raises UserError."""
     cfg = load_config(args.config, [*args.overrides, *NOT_EXPORTED])
@@ -155,10 +164,8 @@ def export_checkpoint(cfg, base: str) -> str:
 
     `base` is the folder of the initial model. Every rank calls this. Raises UserError, CheckpointError.
     """
-    folder = Path(cfg.output_dir, "checkpoints")
-    found = Path(cfg.resume)
-    if cfg.resume in ("none", "auto"):
-        found = next(iter(checkpoint.list_checkpoints(folder)), folder)
+    found = chosen_checkpoint(cfg)
+    require(found, f"output_dir={cfg.output_dir}: no checkpoint in it to export; name one, resume=FOLDER")
     problem = checkpoint.find_damage(found)
     require(problem is None, f"{found} is no checkpoint, or not whole: {problem}; name another one, resume=FOLDER")
     check_base(found, cfg, base)
