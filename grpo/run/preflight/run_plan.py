@@ -81,7 +81,7 @@ def replica_count(cfg, world_size) -> int:
 
 
 def warnings(cfg, world_size) -> list[str]:
-    """What of the plan will be slow, or learns from other ratios than it seems, with the key to try."""
+    """What of the plan will be slow, learns nothing, or learns from other ratios than it seems: with the key to try."""
     r, a, p, t = cfg.rollout, cfg.algo, cfg.parallel, cfg.train
     found = []
 
@@ -132,4 +132,22 @@ def warnings(cfg, world_size) -> list[str]:
                 f"a stop is {text!r}, with a backslash and a letter. For a line break use YAML's double quotes; "
                 f"on a command line 'rollout.stop=\"{text}\"'"
             )
-    return found
+    return found + extremes(cfg)
+
+
+def extremes(cfg) -> list[str]:
+    """Numbers beside which nothing is learnt."""
+    a, t = cfg.algo, cfg.train
+    decay = t.lr * t.weight_decay
+    found = {
+        f"train.warmup_steps={t.warmup_steps} of train.steps={t.steps}: the learning rate rises to the very end": (
+            t.warmup_steps >= t.steps
+        ),
+        f"train.lr · train.weight_decay = {decay:g}: each update takes this share of every weight away": decay >= 0.1,
+        f"train.lr={t.lr:g}: an update moves each weight by about as much, and most are far below 1": t.lr >= 0.1,
+    }
+
+    for key in ("kl_coef", "entropy_coef", "teacher_coef"):
+        value = getattr(a, key)
+        found[f"algo.{key}={value:g}: beside it the reward does not count, as advantages are about 1"] = value >= 10
+    return [text for text, holds in found.items() if holds]
