@@ -28,6 +28,7 @@ sequence's queries.
 import argparse
 import gc
 import math
+import os
 import sys
 from dataclasses import dataclass, replace
 from functools import partial
@@ -36,6 +37,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+if sys.flags.safe_path:  # as PYTHONSAFEPATH=1 sets it: without this file's folder, where its modules are
+    sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
 import megatron_bridge as bridge
 from config import (
