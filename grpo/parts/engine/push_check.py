@@ -226,8 +226,8 @@ def addresses(model) -> dict[str, int]:
 def digest(tensor: Tensor, ordered=False) -> list[Tensor]:
     """Digest of a tensor's bits: 2 int64 on its device, 0 for zeros. The digest of a whole is the sum over its parts.
 
-    Over the words x_i of 8 bytes, modulo 2^64: the sum of x_i, and the sum of x_2i x_2i+1, since two changes can cancel
-    in the first. With `ordered` there is a third: the sum of (2i + 1) x_i, which shows elements in a wrong order.
+    Over the words x_i of 8 bytes, modulo 2^64: the sum of x_i, and the sum of |x_2i| |x_2i+1|, since two changes can
+    cancel in the first. With `ordered` there is a third, the sum of (2i + 1) x_i, which shows a wrong order.
     """
     # Two words at a time are read, so the tensor is padded or moved to a multiple of them.
     flat = tensor.reshape(-1)
@@ -238,7 +238,10 @@ def digest(tensor: Tensor, ordered=False) -> list[Tensor]:
     sums = []  # a list, as stacking them costs as much host time as the sums
     chunk = CHUNK[flat.device.type]
     for i, words in enumerate(flat.view(torch.int64).split(chunk)):
-        found = [words.sum(), (words[::2] * words[1::2]).sum()]
+        magnitudes = words.abs()  # a product of the words themselves may not see their highest bit, a sign
+        even, odd = magnitudes[::2], magnitudes[1::2]
+        pairs = (even * odd).sum() if words.is_cuda else torch.dot(even, odd)  # torch has this dot on CPUs alone
+        found = [words.sum(), pairs]
         if ordered:
             odd = torch.arange(2 * chunk * i + 1, 2 * (chunk * i + len(words)), 2, device=words.device)
             found.append((words * odd).sum())
