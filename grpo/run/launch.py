@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 import megatron_bridge as bridge
 from config import Config, RankError, TrainingError, UserError
 from grpo.parts.base import ranks, versions
-from grpo.parts.base.files import lock_output_dir
+from grpo.parts.base.files import check_output_dir, lock_output_dir
 from grpo.parts.base.read_config import load_config
 from grpo.parts.engine import vllm_process
 from grpo.parts.model.attention import use_flash_attention_3
@@ -41,7 +41,7 @@ def parse_args(argv: list[str], doc: str) -> argparse.Namespace:
     add_mode("--evaluate", help="data.eval once on model.path, or the checkpoint resume=FOLDER: accuracy, answers")
     add_mode("--export", help="the newest checkpoint, or resume=FOLDER, as a Hugging Face folder in output_dir/hf")
 
-    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    world_size = os.environ.get("WORLD_SIZE", "1")
     add("--world-size", type=int, default=world_size, help="number of ranks that a dry run plans for")
     add("--gpu-memory-gb", type=float, help="GPU that a dry run plans for, in GB; else this machine's, or 80")
     found = versions.versions() if "--version" in argv else {}
@@ -52,6 +52,9 @@ def parse_args(argv: list[str], doc: str) -> argparse.Namespace:
     args = parser.parse_intermixed_args(argv)
     if args.world_size < 1:
         parser.error(f"--world-size {args.world_size}: there is at least one rank")
+    rank = os.environ.get("RANK", "0")
+    if rank not in map(str, range(int(world_size))):  # of a launcher other than torchrun: rank 0 alone speaks later
+        parser.error(f"RANK={rank} with WORLD_SIZE={world_size}: must be 0 to {int(world_size) - 1}")
     return args
 
 
@@ -60,6 +63,7 @@ def check(args) -> Config:
     cfg = load_config(args.config, args.overrides)
     prepare_process(cfg)
     configuration.check_config(cfg, args.world_size)
+    check_output_dir(Path(cfg.output_dir), cfg.resume, configuration.inputs(cfg) | {"--config": [args.config]})
     return cfg
 
 
@@ -80,12 +84,18 @@ def prepare_process(cfg):
 def dry_run(cfg, args):
     """Check model and data, and print the plan. Raises UserError, also if the plan exceeds a GPU's memory."""
     check_models(cfg)
-    short = None
+    problems = []
     if ranks.is_first_rank():
         short = memory_plan.report(cfg, args.world_size, args.gpu_memory_gb)
-    prepare(cfg, args.world_size, weights=False)
-    if short:
-        raise UserError(f"{short}\n  --gpu-memory-gb plans for another GPU")
+        if short:
+            problems.append(f"{short}\n  --gpu-memory-gb plans for another GPU")
+
+    try:
+        prepare(cfg, args.world_size, weights=False)
+    except UserError as error:  # data that are not here must not hide that the run does not fit
+        problems.append(str(error))
+    if problems:
+        raise UserError("\nerror: ".join(problems))
 
 
 # ---------------------------------------------------------------- all ranks together

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO
 
 from config import UserError
+from grpo.parts.base.require import require
 from grpo.parts.base.versions import versions
 
 
@@ -68,10 +69,40 @@ def lock_output_dir(path: Path) -> IO | None:
     return file
 
 
+def holds_run(path: Path) -> bool:
+    """Whether the folder is of an earlier run, or has at least its checkpoints."""
+    return (path / "versions.json").exists() or any(path.glob("checkpoints/step_*/manifest.json"))
+
+
+def check_output_dir(path: Path, resume, inputs: dict):
+    """A run must not move aside what it reads, nor write over files of others. Raises UserError.
+
+    `inputs`: {key: the names of files or folders that are given there, which may be patterns or have a :suffix}.
+    """
+    reused = holds_run(path)
+    for key, names in inputs.items():
+        for name in names if resume == "none" else []:
+            folder = nearest_existing(Path(re.split(r"[:*?\[]", name)[0])).resolve()
+            own_config = reused and Path(name).absolute() == path.absolute() / "config.yaml"
+            require(
+                own_config or not folder.is_relative_to(path.resolve()),
+                f"output_dir={path} holds {key}={name}, which would move aside with an earlier run in this folder; "
+                "choose a folder of its own",
+            )
+
+    for name in ("config.yaml", "metrics.jsonl", "rollouts/*.jsonl"):
+        found = next(path.glob(name), None)
+        require(
+            reused or found is None,
+            f"output_dir={path}: {found} is not of an earlier run (there is no versions.json), and this run would "
+            "write over it; choose another folder",
+        )
+
+
 def open_output_dir(path: Path, config_yaml, resume, step):
     """Prepare the output folder, which is locked, for the steps after `step`, as `resume` says. Raises UserError."""
     try:
-        if resume == "none" and (path / "metrics.jsonl").exists():  # never mixed with an earlier run
+        if resume == "none" and holds_run(path):  # never mixed with an earlier run
             number = 1
             while path.with_name(f"{path.name}.{number}").exists():
                 number += 1
@@ -79,9 +110,9 @@ def open_output_dir(path: Path, config_yaml, resume, step):
             print(f"moved the earlier run in {path} to {aside}")
 
         (path / "rollouts").mkdir(parents=True, exist_ok=True)
+        write_synced(path / "versions.json", json.dumps(versions(), indent=1) + "\n")  # first: `holds_run` reads it
         (path / "config.yaml").write_text(config_yaml)
         drop_later_steps(path, step)
-        write_synced(path / "versions.json", json.dumps(versions(), indent=1) + "\n")
     except (OSError, ValueError) as error:
         raise UserError(f"output_dir={path}: {error}") from None
 
@@ -103,6 +134,8 @@ def drop_later_steps(path: Path, step):
         ours = re.fullmatch(r"(?:step|eval)_(\d+)\.jsonl(\.tmp)?", file.name)
         if ours and (int(ours[1]) > step or step == 0 or ours[2]):
             file.unlink()
+    for unfinished in path.glob("checkpoints/step_*.tmp"):
+        shutil.rmtree(unfinished)
 
 
 # ---------------------------------------------------------------- writing to the disk

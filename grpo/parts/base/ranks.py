@@ -53,8 +53,6 @@ def join_ranks(timeout_s):
     rank = int(os.environ["RANK"])
     world_size = int(os.environ["WORLD_SIZE"])
     timeout = datetime.timedelta(seconds=timeout_s)
-    if rank >= world_size:  # of a launcher other than torchrun; it would wait for JOIN
-        raise UserError(f"RANK={rank} with WORLD_SIZE={world_size}: must be 0 to {world_size - 1}")
     try:
         store = fresh_store(rank, world_size)
         dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world_size)

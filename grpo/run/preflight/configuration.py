@@ -239,6 +239,21 @@ def check_rewards(cfg):
             raise UserError(f"{key}={spec}: {error}") from None
 
 
+def inputs(cfg) -> dict[str, list[str]]:
+    """{key: the files, folders and hub names that the run reads}."""
+    given = {
+        "model.path": cfg.model.path,
+        "algo.teacher": cfg.algo.teacher,
+        "data.train": cfg.data.train,
+        "data.eval": cfg.data.eval,
+        "data.custom": cfg.data.custom,
+        "rollout.turns": cfg.rollout.turns,
+        "reward.custom": cfg.reward.custom,
+        "reward.functions": list(cfg.reward.functions.values()),
+    }
+    return {key: [names] if isinstance(names, str) else list(names or []) for key, names in given.items()}
+
+
 def group_timeout_s(cfg) -> float:
     """Seconds that a collective may take: more than the watchdog allows, whose message says more."""
     return cfg.train.stall_timeout_s + 60 if cfg.train.stall_timeout_s else 86400.0
