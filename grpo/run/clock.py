@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import select
 import signal
 import threading
 import time
@@ -114,7 +115,17 @@ class StopSignals:
             if first is None:
                 first, since = number, time.monotonic()
                 self.requested = signal.Signals(number).name
+                leave_closed_output()
                 if ranks.is_first_rank() and not self.ended:
                     ranks.say(f"{self.requested}: finishing this phase, then saving; a second Ctrl-C stops at once")
             elif signal.SIGINT in (first, number) and time.monotonic() - since >= SAME_REQUEST_S:
                 os._exit(130)
+
+
+def leave_closed_output():
+    """Where nobody reads this process's output any more, as after an ssh or a `tee` has ended, write to /dev/null."""
+    poll = select.poll()
+    for stream in (1, 2):
+        poll.register(stream, 0)  # errors are reported in any case
+    for stream, _ in poll.poll(0):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
