@@ -2,10 +2,13 @@
 
 import re
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
 
+from tests.conftest import REPO
 from tests.processes import Torchrun
 
 START = """
@@ -115,6 +118,36 @@ def test_a_second_ctrl_c_stops_at_once_even_in_a_collective(torchrun):
     began = time.monotonic()
     run.process.send_signal(signal.SIGINT)
     assert run.end() == 1 and time.monotonic() - began < 10
+
+
+STOPS = """
+import os, signal, sys, time
+from grpo.run.clock import StopSignals
+for name in sys.argv[1:]:
+    if os.fork() == 0:
+        read, write = os.pipe()
+        os.dup2(write, 1)
+        os.dup2(write, 2)
+        os.close(read)  # nobody reads what this process prints, as where an ssh has ended
+        signals = StopSignals()
+        os.kill(os.getpid(), getattr(signal, name))
+        time.sleep(0.3)
+        print("stopped", flush=True)
+        os._exit(0 if signals.requested == name else 9)
+    print(name, os.waitstatus_to_exitcode(os.wait()[1]))
+"""
+
+
+@pytest.mark.parametrize("nohup", [False, True])
+def test_what_asks_to_stop_and_is_ignored_under_nohup(nohup):
+    names = ["SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1"]
+    ignored = signal.SIG_IGN if nohup else signal.SIG_DFL
+    program = [sys.executable, "-c", STOPS, *names]
+    text = subprocess.check_output(
+        program, cwd=REPO, text=True, preexec_fn=lambda: signal.signal(signal.SIGHUP, ignored)
+    )
+    codes = dict(line.split() for line in text.splitlines())
+    assert codes == dict.fromkeys(names, "0") | {"SIGHUP": "1" if nohup else "0"}  # 1: its print failed
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from grpo.parts.base import rollout_files, versions
 from grpo.parts.model import checkpoint
 from grpo.parts.model.checkpoint import CheckpointWriter, find_damage, list_checkpoints
 from grpo.parts.model.shards import CheckpointError, check_coverage, read_sharded
+from grpo.run import evaluation
 from grpo.run.inputs import check_base
 from tests.compare_runs import lasting
 from tests.conftest import check_state, refused, tiny_config, tiny_model, wrap
@@ -115,6 +116,9 @@ def saved(folder, step, *tensors, **state):
         (lambda p: (p / "state.json").write_text('{"step": 3}'), "state.json has changed"),
         (lambda p: (p / "rank_00000_000.safetensors").unlink(), "No such file"),
         (lambda p: (p / "manifest.json").unlink(), "manifest.json"),
+        (lambda p: (p / "manifest.json").write_text("{}"), "does not list rank_00000_000.safetensors, state.json, ver"),
+        (lambda p: (p / "manifest.json").write_text("null"), "manifest.json does not list"),
+        (lambda p: shutil.copy(p / "rank_00000_000.safetensors", p / "rank_00001_000.safetensors"), "list rank_00001"),
     ],
 )
 def test_damage_is_found_and_the_one_before_is_taken(world, tmp_path, harm, message):
@@ -164,6 +168,16 @@ def test_a_resume_needs_the_same_initial_weights_wherever_they_are(world, tiny, 
     save_file({name: weight * 1.01 for name, weight in weights.items()}, folder / "all.safetensors")
     with pytest.raises(UserError, match=r"model.path=.*: not the weights that .*step_000003 was trained on"):
         check_base(path, cfg, str(folder))
+
+
+def test_without_a_folder_the_newest_checkpoint_is_exported_and_evaluated(world, tmp_path):
+    cfg = tiny_config(f"output_dir={tmp_path}", "resume=auto")
+    assert evaluation.chosen_checkpoint(cfg) is None
+    with pytest.raises(UserError, match=r"output_dir=.*: no checkpoint in it to export"):
+        evaluation.export_checkpoint(cfg, "")
+    first, newest = (saved(tmp_path / "checkpoints", step, "weight") for step in (1, 2))
+    for resume, found in (("none", newest), ("auto", newest), (first, first)):
+        assert evaluation.chosen_checkpoint(tiny_config(f"output_dir={tmp_path}", f"resume={resume}")) == found
 
 
 @pytest.mark.slow

@@ -4,9 +4,11 @@ import errno
 import fcntl
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -15,10 +17,10 @@ import torch
 import transformers
 
 from config import UserError
-from grpo.parts.base.files import complete_folder, lock_output_dir, open_output_dir
+from grpo.parts.base.files import check_output_dir, complete_folder, lock_output_dir, open_output_dir
 from grpo.parts.base.hf_folder import export_hf
 from grpo.parts.base.rollout_files import RolloutWriter
-from tests.conftest import REPO, wrap
+from tests.conftest import REPO, refused, wrap
 
 
 def test_one_run_in_an_output_folder(tmp_path):
@@ -37,9 +39,8 @@ time.sleep(100)
     with pytest.raises(UserError, match=in_use):
         lock_output_dir(out)
 
-    out.mkdir()
-    (out / "metrics.jsonl").touch()
-    open_output_dir(out, "seed: 0\n", "none", 0)  # as the holder does; a folder moved aside changes nothing
+    for _ in range(2):  # as the holder does; a folder moved aside changes nothing
+        open_output_dir(out, "seed: 0\n", "none", 0)
     with pytest.raises(UserError, match=in_use):
         lock_output_dir(out)
 
@@ -62,8 +63,10 @@ def test_an_earlier_run_is_moved_aside(tmp_path, capsys):
     found = {path.name: (path / "config.yaml").read_text() for path in tmp_path.iterdir()}
     assert found == {"out": "seed: 2\n", "out.1": "seed: 0\n", "out.2": "seed: 1\n"}
     assert capsys.readouterr().out.count("moved the earlier run in") == 2
+    (out / "checkpoints/step_000005.tmp").mkdir(parents=True)  # of a save that was killed
     open_output_dir(out, "seed: 3\n", "auto", 0)
     assert (out / "config.yaml").read_text() == "seed: 3\n" and len(list(tmp_path.iterdir())) == 3
+    assert not list((out / "checkpoints").iterdir())
     (out / "metrics.jsonl").write_text("no JSON\n")
     with pytest.raises(UserError, match=r"output_dir=.*out: Expecting value"):
         open_output_dir(out, "seed: 3\n", "auto", 2)
@@ -78,6 +81,48 @@ def test_an_export_has_what_transformers_saves_of_a_tokenizer(world, tiny, tmp_p
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "export").chat_template == tokenizer.chat_template
     files = [{str(file.relative_to(folder)) for file in folder.rglob("*")} for folder in (source, tmp_path / "export")]
     assert files[0] - files[1] == {"model.safetensors"}
+
+
+OURS = ["out/versions.json", "out/config.yaml", "out/metrics.jsonl"]
+HELD = "output_dir=out holds {}"
+FOLDERS = [  # files that are there, resume, what a run reads, what the refusal says (None if there is none)
+    (["out/log.txt", "model/a"], "none", {"model.path": ["model", "self", "Qwen/Qwen3-8B"]}, None),
+    (
+        ["out/model/a"],
+        "none",
+        {"model.path": ["out/model"]},
+        HELD.format("model.path=out/model, which would move aside"),
+    ),
+    (["out/model/a"], "auto", {"model.path": ["out/model"]}, None),  # nothing is moved
+    (["out/a"], "none", {"algo.teacher": ["out"]}, HELD.format("algo.teacher=out")),
+    (["out/data/a.jsonl"], "none", {"data.train": ["out/d*/*.jsonl:test"]}, HELD.format("data.train=out/d*")),
+    (
+        ["out/r.py"],
+        "none",
+        {"reward.custom": ["./out/../out/r.py:f"]},
+        HELD.format("reward.custom=./out/../out/r.py:f"),
+    ),
+    (["out/mine.yaml"], "none", {"--config": ["out/mine.yaml"]}, HELD.format("--config=out/mine.yaml")),
+    ([*OURS, "out/hf/step_000003/a"], "none", {"model.path": ["out/hf/step_000003"]}, HELD.format("model.path=out/hf")),
+    (OURS, "none", {"--config": ["out/config.yaml"]}, None),  # the run's own, read before it moves
+    (OURS, "auto", {"--config": ["out/config.yaml"]}, None),
+    (["out/config.yaml"], "auto", {"--config": ["out/config.yaml"]}, "out/config.yaml is not of an earlier run"),
+    (["out/metrics.jsonl"], "none", {}, "out/metrics.jsonl is not of an earlier run"),
+    (["out/rollouts/step_000001.jsonl"], "auto", {}, "step_000001.jsonl is not of an earlier run"),
+    (["out/checkpoints/step_000002/manifest.json", "out/config.yaml"], "auto", {}, None),  # all that was copied
+]
+
+
+@pytest.mark.parametrize("files, resume, inputs, message", FOLDERS)
+def test_a_folder_with_what_a_run_reads_or_with_files_of_others_is_refused(
+    tmp_path, monkeypatch, files, resume, inputs, message
+):
+    monkeypatch.chdir(tmp_path)
+    for name in files:
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).touch()
+    with refused(UserError, message and re.escape(message)):
+        check_output_dir(Path("out"), resume, inputs)
 
 
 def test_a_folder_is_complete_or_absent(tmp_path):

@@ -58,6 +58,19 @@ def test_a_dry_run_rehearses_and_prints_the_plan(command, monkeypatch):
         command("--dry-run", "--world-size", "0")
 
 
+def test_a_run_that_does_not_fit_is_told_without_its_data_too(command):
+    code, text = command("--dry-run", "--gpu-memory-gb", "0.1", "data.eval=nowhere.jsonl")
+    assert code == 2 and re.search(r"(?s)error: .*has no room for one sample.*\nerror: .*nowhere\.jsonl", text), text
+
+
+def test_a_rank_beyond_the_world_is_told(command, monkeypatch, capfd):
+    """Rank 0 alone speaks later."""
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(SystemExit, match="2"):
+        command("--dry-run")
+    assert "RANK=1 with WORLD_SIZE=1: must be 0 to 0" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize(
     "dtype, gpu, found, is_refused",
     [("bf16", False, {}, False), ("bf16", True, {"fla-core": "0.6.0"}, False), ("bf16", True, {}, True)],
@@ -111,12 +124,30 @@ def test_the_plan_tells_what_will_be_slow(command, monkeypatch):
     )
 
 
+@pytest.mark.parametrize(
+    "keys, said",
+    [
+        ("train.warmup_steps=300", "train.warmup_steps=300 of train.steps=300: "),
+        ("train.warmup_steps=299", None),
+        ("train.lr=1.0e-3 train.weight_decay=2000", "train.lr · train.weight_decay = 2: "),
+        ("train.lr=1", "train.lr=1: "),
+        ("algo.kl_coef=1.0e+9", "algo.kl_coef=1e+09: "),
+        ("algo.entropy_coef=50", "algo.entropy_coef=50: "),
+        ("algo.kl_coef=1 train.weight_decay=0.1", None),
+    ],
+)
+def test_numbers_beside_which_nothing_is_learnt(keys, said):
+    found = run_plan.warnings(tiny_config(*keys.split()), 1)
+    assert len(found) == (said is not None) and all(text.startswith(said) for text in found)
+
+
 @pytest.mark.slow
-def test_a_terminal_without_utf_8(tiny):
+@pytest.mark.parametrize("variables", [{"PYTHONIOENCODING": "ascii"}, {"PYTHONSAFEPATH": "1"}])
+def test_a_terminal_without_utf_8_and_a_python_without_the_folder_of_its_script(tiny, variables):
     words = [f"model.path={tiny / 'model'}", f"data.train={tiny / 'train.jsonl'}", "--dry-run"]
     program = [sys.executable, "train_grpo.py", "--config", CONFIG, *words]
-    out = subprocess.check_output(program, cwd=REPO, env={**os.environ, "PYTHONIOENCODING": "ascii"}, text=True)
-    assert "layout:  1 rank = tp 1 ? pp 1" in out
+    out = subprocess.check_output(program, cwd=REPO, env={**os.environ, **variables}, text=True)
+    assert re.search("layout:  1 rank = tp 1 [?×] pp 1", out)
 
 
 MEET = """
@@ -175,6 +206,7 @@ def test_a_mistake_ends_with_2_and_a_failure_with_1(command, monkeypatch):
     code, text = command()
     assert code == 2 and text.startswith("error: start with torchrun "), text  # before model and data are read
     monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(launch.time, "sleep", lambda seconds: None)
     assert failed(UserError("known to all")) == (2, "")
     assert failed(RankError("known to me")) == (1, "error: known to me\n")
