@@ -8,7 +8,10 @@
 # make walkthrough  write docs/walkthrough.md from a run of the demo
 PYTHON ?= python3
 GPUS := $(shell nvidia-smi -L 2>/dev/null | grep -c "^GPU")
-NPROC ?= $(if $(filter-out 0,$(GPUS)),$(GPUS),2)
+comma := ,
+# GPUs that CUDA_VISIBLE_DEVICES lets a process see
+SEEN := $(if $(filter undefined,$(origin CUDA_VISIBLE_DEVICES)),$(GPUS),$(words $(filter-out -%,$(subst $(comma), ,$(CUDA_VISIBLE_DEVICES)))))
+NPROC ?= $(if $(filter-out 0,$(GPUS)),$(if $(filter-out 0,$(SEEN)),$(SEEN),2),2)
 ARGS ?=
 TESTS ?= tests
 RUN ?= outputs/tiny
