@@ -31,9 +31,7 @@ def gsm8k(text: str, answer: str, row: dict, strict: bool = False) -> float:
 
     `strict`: a response without "####" is 0, whatever its last number is.
     """
-    wanted = final_number(answer)
-    if wanted is None:
-        raise ValueError(f"the reference answer {answer!r} holds no number")
+    wanted = reference_number(answer)
     if strict and "####" not in text:
         return 0.0
     return float(final_number(text) == wanted)
@@ -59,6 +57,37 @@ def final_number(text: str) -> Decimal | None:
     if not below:
         return Decimal(above)
     return Decimal(above) / Decimal(below) if Decimal(below) else None
+
+
+# What stands between numbers: words, and units such as cm^2. An "e" or "x" between digits is no word, nor is "½".
+LETTER = r"[^\W\d_\u00b2-\u00be\u2070-\u2089\u2150-\u215f]"
+WORDS = re.compile(rf"(?:{LETTER}{{2,}}|(?![eExX]){LETTER})(?:\^?\{{?[23²³]\}}?(?!\d))?")
+# A number that NUMBER would read without its factor, root or rest.
+MORE = re.compile(r"[√π]|\\(?!text|math|boxed)[a-z]|\d\W*(?:hundred|thousand|[mbtr]+illion|dozen)|and a half")
+
+
+def reference_number(answer: str) -> Decimal:
+    """The number of a reference answer, which may end a solution. Raises ValueError unless there is one, clearly.
+
+    It stands after the last "####" or "=", or in the last sentence. If it stands after "####" or at the start, no other
+    number may follow.
+    """
+    _, marked, tail = answer.rpartition("####")
+    stated = re.split(r"=|≈|>>|\n|\.\s+(?=[A-Z])", tail.strip())[-1].strip()
+    parts = [part for part in WORDS.split(stated) if any(map(str.isnumeric, part))]
+    if not parts:
+        raise ValueError(f"the reference answer {answer!r} holds no number")
+
+    several = len(parts) > 1 and (marked or not stated[0].isalpha())
+    rest, count = NUMBER.subn("", parts[-1])
+    unclear = several or count != 1 or any(map(str.isnumeric, rest)) or MORE.search(stated)
+    number = final_number(parts[-1])
+    if unclear or number is None or re.search(r"(?<![\d,])0\d*,\d", parts[-1]):
+        raise ValueError(
+            f"the reference answer {answer!r} is not clearly one number; its last reads as {number}. Write it "
+            "as 1234.5, after #### if a solution stands before it"
+        )
+    return number
 
 
 MAX_EXPRESSION = 2000  # characters; parsing time is more than linear

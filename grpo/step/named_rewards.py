@@ -4,6 +4,7 @@
 processes load them.
 """
 
+import contextlib
 import functools
 import inspect
 import json
@@ -11,7 +12,7 @@ import math
 from collections.abc import Callable
 
 from grpo.parts.base import user_code
-from reward import COMPARING, REWARDS, final_number, gsm8k, math_answer, parse_math
+from reward import COMPARING, REWARDS, gsm8k, math_answer, parse_math, reference_number
 
 Spec = str | dict[str, float]  # of a reward: a name, or {name: weight}
 Answer = str | list | dict  # a row's reference, as grpo.parts.data.prompts.Prompt has it
@@ -180,7 +181,8 @@ def as_answer(function: Callable, reference: str) -> str:
 def bare_reference(function: Callable, reference: str) -> str:
     """What a reference of a function of COMPARING states, without the solution that leads to it: "7"."""
     if function is gsm8k:
-        return str(final_number(reference))
+        with contextlib.suppress(ValueError):  # the reward will raise it
+            return str(reference_number(reference))
     if function is math_answer:
         return reference.rpartition("####")[2].strip().strip("$")
     return reference

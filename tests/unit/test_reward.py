@@ -43,6 +43,26 @@ def test_final_number(text, number):
     assert reward.final_number(text) == (number and reward.Decimal(number))
 
 
+REFERENCES = {
+    "2 + 3 = 5": "5", "$1,234.50": "1234.5", "12 km": "12", "-3": "-3", "3/4": "0.75", "50%": "50", "1e3": "1000",
+    "16 ft^3": "16", "3 apples, 4 pears.\nSo he has 7 fruits": "7", "48/2 = <<48/2=24>>24 clips in 2 months\n#### 24": "24",
+}  # fmt: skip
+UNCLEAR = [
+    "3,5", "1 000", "1'000", "2 1/2", "2½", "10:30", "1.234.567", "0,500", "10²", "2^10", "3 or 5", "3 h 20 min",
+    "3.5 million", "√2", "3π", "\\frac12", "5/0", "It costs 3,5", "none",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text, number", [*REFERENCES.items(), *((text, None) for text in UNCLEAR)])
+def test_a_reference_is_one_number(text, number):
+    for reference in (text, text if "\n" in text or text.startswith("It") else f"2 + 2 = 4\n#### {text}"):
+        if number:
+            assert reward.reference_number(reference) == reward.Decimal(number)
+        else:
+            with pytest.raises(ValueError, match="the reference answer .*(not clearly one|no) number"):
+                reward.gsm8k("#### 5", reference, {})
+
+
 # What is in \\boxed{} and the reference answer, of the same value and of another.
 SAME_BOXED = [
     ("\\$1,800", "1800"), ("1{,}234", "1234"), ("18\\text{ cm}^2", "18"),
