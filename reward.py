@@ -109,8 +109,13 @@ def math_answer(text: str, answer: str, row: dict) -> float:
 @functools.lru_cache(maxsize=1024)
 def math_reference(answer: str) -> list:
     """Parse a reference answer: LaTeX or a plain expression, boxed or not, or what follows "####"."""
-    bare = answer.rpartition("####")[2].strip().strip("$")
-    parsed = parse_math(answer if "\\boxed" in answer else f"\\boxed{{{bare}}}")
+    stated = boxed(answer)
+    if stated is None:
+        stated = answer.rpartition("####")[2].strip().strip("$")
+    if SEVERAL.search(words_as_text(stated)):
+        raise ValueError(f"the reference answer {answer!r} is not clearly one expression; write it in LaTeX")
+
+    parsed = parse_math(f"\\boxed{{{stated}}}")
     if all(isinstance(part, str) for part in parsed):
         raise ValueError(f"the reference answer {answer!r} is no mathematical expression")
     return parsed
@@ -121,12 +126,17 @@ def parse_math(text: str) -> list:
     import math_verify
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its timeouts are off
-    _, boxed, tail = text.rpartition("\\boxed{")
-    if not boxed:
+    expression = boxed(text)
+    if expression is None:
         last = text.rpartition("####")[2][-MAX_EXPRESSION:]
         return math_verify.parse(plain_numbers(last), parsing_timeout=None)
-    expression = inside_braces(tail[: MAX_EXPRESSION + 1])
-    return parse_latex(expression.strip()) if expression else []
+    return parse_latex(expression) if expression else []
+
+
+def boxed(text: str) -> str | None:
+    """What is in the last \\boxed of a text, "" if it never closes or is too long; None without a box."""
+    _, found, tail = text.rpartition("\\boxed{")
+    return (inside_braces(tail[: MAX_EXPRESSION + 1]) or "").strip() if found else None
 
 
 @functools.lru_cache(maxsize=4096)  # the answers of a group often agree
@@ -135,8 +145,57 @@ def parse_latex(expression: str) -> list:
     import math_verify
 
     # Without "$" and "%" (alone in a box, math-verify cannot read it), and without the thin spaces of 1\,234.
-    latex = re.sub(r"(?<!\\)\$|\\?%|(?<=\d)\\[,!:;](?=\d{3})", "", plain_numbers(expression)).replace("\n", " ")
+    latex = re.sub(r"(?<!\\)\$|\\?%|percent|(?<=\d)\\[,!:;](?=\d{3})", "", words_as_text(plain_numbers(expression)))
+    latex = latex.replace("\n", " ")
     return math_verify.parse(f"${latex}$", [math_verify.LatexExtractionConfig()], parsing_timeout=None)
+
+
+# LaTeX that is left alone, or a run of letters and spaces.
+LETTERS = re.compile(
+    r"\\(?:begin|end|text\w*|math\w+|mbox|operatorname)\s*\{[^{}]*\}|\\[A-Za-z]+|"
+    r"([A-Za-z]+(?:[ '-]+[A-Za-z]+)*)(?![A-Za-z^_])"
+)
+FUNCTION = re.compile(r"\b(pi|theta|(?:arc)?(?:sin|cos|tan)|log|ln|exp)\b")
+NO_WORD = re.compile(rf"and|or|mod|infinity|sqrt|{FUNCTION.pattern}")
+OTHER_BASE = re.compile(r"(\d[\d.]*)_\{?(?!10\b)(\d+)\}?")
+UNIT = re.compile(r"(?<=\d)\s*([kcmd]?m/(?:s|h|min)|(?:[kcmd]m|ft|in|yd|mi)(?=\^\{?[23]))")  # that math-verify lacks
+SCALED = re.compile(r"(\d[\d,]*(?:\.\d+)?)(\s*(?:\\text\{\s*)?)(thousand|million|billion|trillion)\b")
+ZEROS = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+# A number that is followed by a unit and by another number, or is cut by spaces or points.
+SEVERAL = re.compile(
+    r"\d\s*\\text\{(?!\s*(?:and|or)\s*\}).*\d\s*\\text\{[^{}]*\}\W*$|^-?\d+(?:\s+[\d/]+)+$|^\d+(?:\.\d+){2,}$"
+)
+
+
+def words_as_text(latex: str) -> str:
+    """Write words as \\text, since their letters would be factors. math-verify drops a text after a number, as a unit.
+
+    3.5 million becomes 3500000, and 12_8 a text that is not 12.
+    """
+    latex = SCALED.sub(lambda found: f"{Decimal(found[1].replace(',', '')).scaleb(ZEROS[found[3]]):f}{found[2]}", latex)
+    latex = OTHER_BASE.sub(r"\\text{\1base\2}", latex)
+    latex = UNIT.sub(r"\\text{\1}", latex)
+    return LETTERS.sub(letters_as_text, latex)
+
+
+def letters_as_text(found: re.Match) -> str:
+    """A match of LETTERS: \\text if it holds a word, else factors and names of functions.
+
+    A word has four letters, or three and no digit before them. One is a vowel. Factors of a product stand in the order
+    of the alphabet or are close in it, and a word's letters are neither.
+    """
+    letters = found[1]
+    if not letters:
+        return found[0]
+
+    shortest = 3 if found.string[: found.start()][-1:] in ("", " ") else 4
+    is_word = letters == found.string and letters.lower() in ("no", "on", "up", "ok")
+    for word in re.split("[ '-]+", letters):
+        lower = word.lower()
+        if len(word) >= shortest and not word.isupper() and not NO_WORD.fullmatch(lower):
+            in_order = sorted(lower) == list(lower) or ord(max(lower)) - ord(min(lower)) <= len(word)
+            is_word |= re.search("[aeiou]", lower) is not None and not in_order
+    return f"\\text{{{letters}}}" if is_word else FUNCTION.sub(r"\\\1", letters)
 
 
 def plain_numbers(text: str) -> str:
