@@ -10,6 +10,7 @@ import functools
 import json
 import operator
 import re
+import textwrap
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -36,17 +37,40 @@ def code(
     allow_writes: bool = False,
     prelude: str = "",
 ) -> float:
-    """1 if the last fenced block, after `prelude`, passes all tests of the row, else 0. With `partial`: their share.
+    """1 if the program of the text, after `prelude`, passes all tests of the row, else 0. With `partial`: their share.
 
     Tests are assert statements, a program's input and output, or calls; `find_tests` says where they may be.
     Raises subprocess.TimeoutExpired if one run takes longer than `seconds`, ValueError for a row without tests.
     """
     tests = find_tests(row, answer)
-    blocks = re.findall(r"```(?:python3?|py)?[ \t]*\n(.*?)```", text, re.DOTALL)
-    if not blocks:
+    block = find_program(text)
+    if block is None:
         return 0.0
     limits = {"seconds": seconds, "memory_mb": memory_mb, "file_mb": file_mb, "allow_writes": allow_writes}
-    return share_passed(f"{prelude}\n{blocks[-1]}", tests, partial, **limits)
+    return share_passed(f"{prelude}\n{block}", tests, partial, **limits)
+
+
+# ---------------------------------------------------------------- which program
+
+# Blocks between fences of ``` or ~~~: of Python by their tag, wherever they begin, and all that begin a line or have no
+# tag.
+FENCE = r"(?<![`~])(`{3,}+|~{3,}+)"
+TAGGED = re.compile(FENCE + r"[ \t{.]*i?py(?:thon)?[\d.]*(?!\w)[^\n`]*\n(.*?)\1", re.DOTALL | re.IGNORECASE)
+FENCED = re.compile(r"(?:^[ \t]*|(?<!`)(?=`{3,}+[ \t]*\n))" + FENCE + r"[^\n`]*\n(.*?)\1", re.DOTALL | re.MULTILINE)
+
+
+def find_program(text: str) -> str | None:
+    """The last block that is tagged as Python or, without one, the last that reads as Python statements; else None."""
+    text = text.replace("\r\n", "\n")
+    for _, block in reversed(TAGGED.findall(text)):
+        return textwrap.dedent(block)
+    for _, block in reversed(FENCED.findall(text)):
+        program = textwrap.dedent(block)
+        with contextlib.suppress(SyntaxError, ValueError, RecursionError, MemoryError):
+            # A value alone, such as "3", is an example of the output.
+            if any(not isinstance(s, ast.Expr) or isinstance(s.value, ast.Call) for s in ast.parse(program).body):
+                return program
+    return None
 
 
 # ---------------------------------------------------------------- which tests
@@ -88,12 +112,15 @@ def read_tests(candidate: Any) -> dict | None:
 def share_passed(program: str, found: dict, partial: bool, **limits) -> float:
     """1 if the program passes all tests, else 0. With `partial`: the share that it passes. Raises as sandbox.run."""
     if found.get("tests"):
-        cases = found["tests"] if isinstance(found["tests"], list) else [found["tests"]]
+        cases = listed(found["tests"])
         if not all(isinstance(test, str) for test in cases):
             raise ValueError("a test in `tests` is a text of Python, such as an assert statement")
         passed = count_passed(program, [steps_of(test) for test in cases], **limits)
     else:
-        cases = list(zip(found["inputs"], found.get("outputs") or [], strict=True))
+        inputs, outputs = listed(found["inputs"]), listed(found.get("outputs"))
+        if len(inputs) != len(outputs):
+            raise ValueError(f"the row has {len(inputs)} `inputs` and {len(outputs)} `outputs`: give a list of each")
+        cases = list(zip(inputs, outputs, strict=True))
         if found.get("fn_name"):
             calls = [[call(program, found["fn_name"], *case)] for case in cases]
             passed = count_passed(program, calls, **limits)
@@ -114,8 +141,15 @@ def count_printed(program: str, cases: list[tuple], partial: bool, **limits) -> 
     return passed
 
 
-def as_text(lines: str | list[str]) -> str:
-    return lines if isinstance(lines, str) else "\n".join(lines)
+def listed(value: Any) -> list:
+    if value is None:
+        return []
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def as_text(value: Any) -> str:
+    """Input or output of a program: a text, lines, or a number."""
+    return "\n".join(map(str, listed(value)))
 
 
 def lines_of(output: str) -> list[str]:
@@ -166,14 +200,14 @@ def call(program: str, name: str, arguments: str | list, wanted: Any) -> Step:
     The arguments are a list, or JSON with one argument per line; the wanted value is a value or JSON.
     """
     if isinstance(arguments, str):
-        arguments = [json.loads(line) for line in arguments.split("\n")]
+        arguments = [json.loads(line) for line in arguments.strip().split("\n")]
     if isinstance(wanted, str):
         with contextlib.suppress(ValueError):
             wanted = json.loads(wanted)
 
     if re.search(r"^class Solution\b", program, re.MULTILINE):
         name = f"Solution().{name}"
-    values = ", ".join(repr(value) for value in arguments)
+    values = ", ".join(map(repr, listed(arguments)))
     return Step(f"{name}({values})", functools.partial(is_returned, wanted))
 
 

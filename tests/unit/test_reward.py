@@ -202,6 +202,8 @@ SHARE = {"partial": True}
         ("```python\nwrong\n```\nbetter: " + DOUBLE, ASSERTS[:1], {}, 1.0),
         ("def double(x): return x * 2", ASSERTS, {}, 0.0), ("```\ndef f(:\n```", ASSERTS, {}, 0.0),
         (ECHO, STDIN, {}, 1.0), (ECHO, {"inputs": ["3 1 2\n", "x"], "outputs": ["1 2 3", "x"]}, SHARE, 0.5),
+        (ECHO, {"inputs": [3, [4]], "outputs": [3, 4.0]}, SHARE, 0.5),
+        (ECHO, {"inputs": "3", "outputs": "3\n"}, {}, 1.0),
         ("```\nprint(1)\nraise SystemExit(1)\n```", {"inputs": [""], "outputs": ["1"]}, {}, 0.0),
         (SHIFT, EURUS, {}, 1.0), (SOLUTION, EURUS, TYPED, 1.0), (SOLUTION, EURUS, {}, 0.0), (SHIFT, APPS, {}, 1.0),
         (SOLUTION, LEETCODE, TYPED, 1.0), (SOLUTION.replace("+", "-"), LEETCODE, TYPED, 0.0),
@@ -231,11 +233,25 @@ def test_code(text, tests, options, value):
         ),
         (code.code, "", {}, {}, "no tests"),
         (code.code, '[{"input": "1"}]', {}, {}, "a text of Python"),
+        (code.code, "", {"inputs": ["1", "2"], "outputs": "3\n4\n"}, {}, "2 `inputs` and 1 `outputs`: give a list"),
     ],
 )  # fmt: skip
 def test_rows_that_a_reward_refuses(function, answer, row, options, said):
     with pytest.raises(ValueError, match=said):
         function(DOUBLE, answer, row, **options)
+
+
+BLOCKS = [
+    "```bash\npip install x\n```\nthen\n```python\nx = 1\n```", "```Python\nx = 1\n```\n```text\n1\n```",
+    "~~~py3\nx = 1\n~~~", "```python\r\nx = 1\r\n```", "```{.python title='a'}\nx = 1\n```", "1. so\n   ```py\n   x = 1\n   ```",
+    "````markdown\n```python\nx = 1\n```\n````", "```\nx = 1\n```\nOutput:\n```\n1\n```\nand\n```\nno Python\n```",
+    "Mind the ``` here\n```python\nx = 1\n```\n```bash\npython main.py\n```",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", BLOCKS)
+def test_the_program_of_a_text(text):
+    assert code.find_program(text) == "x = 1\n"
 
 
 VALUES = """
