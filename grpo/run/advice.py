@@ -92,7 +92,7 @@ def is_at_best(step, run) -> bool:
         best = run.best[source]
         if not is_same(step[f"reward/{source}/mean"], best):
             return False
-        if not run.has_signal and best < run.cfg.eval.pass_reward:
+        if not run.has_signal and best < run.cfg.eval.pass_reward - 1e-9:  # but for rounding
             return False
     return True
 

@@ -125,7 +125,7 @@ def describe(samples: list[Sample], found: dict[str, float], pass_reward: float)
 def accuracy(samples: list[Sample], pass_reward: float) -> tuple[float, float]:
     """The share of answers that pass, and the standard error of the mean of the prompts' shares, NaN for one prompt."""
     groups = metrics.rewards_by_group(samples).values()
-    shares = np.array([np.mean(np.array(rewards) >= pass_reward) for rewards in groups])
+    shares = np.array([np.mean(np.array(rewards) >= pass_reward - metrics.ROUNDING) for rewards in groups])
     error = np.nan
     if len(shares) > 1:
         error = shares.std(ddof=1) / np.sqrt(len(shares))

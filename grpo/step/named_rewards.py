@@ -8,7 +8,6 @@ import contextlib
 import functools
 import inspect
 import json
-import math
 from collections.abc import Callable
 
 from grpo.parts.base import user_code
@@ -17,6 +16,7 @@ from reward import COMPARING, REWARDS, gsm8k, math_answer, parse_math, reference
 Spec = str | dict[str, float]  # of a reward: a name, or {name: weight}
 Answer = str | list | dict  # a row's reference, as grpo.parts.data.prompts.Prompt has it
 
+LARGEST = 1e9  # size of a part times its weight; the squares of a much larger one overflow in the gradients' norm
 OWN_PARTS = ("overlong",)  # names in reward_parts that the trainer gives: algo.overlong_buffer
 
 
@@ -191,7 +191,7 @@ def bare_reference(function: Callable, reference: str) -> str:
 def parts_of(value: float | dict, weight: float = 1.0) -> dict[str, float]:
     """The parts of what a reward returned, times a weight. A single value is named "reward". None is left out.
 
-    Raises ValueError or TypeError for what is no number.
+    Raises ValueError or TypeError for what is no number, or beyond LARGEST.
     """
     returned = value if isinstance(value, dict) else {"reward": value}
     parts = {}
@@ -202,7 +202,9 @@ def parts_of(value: float | dict, weight: float = 1.0) -> dict[str, float]:
             continue
         if isinstance(part, (list, tuple)):
             raise ValueError(f"{name} is a list: a reward for each token needs recipes/token_rewards.patch")
-        if isinstance(part, str) or not math.isfinite(part):
-            raise ValueError(f"a reward must be a finite number; {name} is {part!r}")
+        if isinstance(part, str) or not abs(part) <= LARGEST / max(1, abs(weight)):
+            raise ValueError(
+                f"a reward must be a finite number, at most {LARGEST:g} in size; {name} is {part!r}, times {weight:g}"
+            )
         parts[str(name)] = weight * float(part)
     return parts

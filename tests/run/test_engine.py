@@ -212,7 +212,7 @@ def test_an_evaluation_of_a_checkpoint_equals_the_one_after_its_step(shared, tra
 
 
 def test_the_error_is_of_prompts_not_of_answers():
-    rewards = [[1, 1], [1, 0], [0, 0], [0.9, 1.1]]  # shares 1, 1/2, 0, 1/2 of answers with a reward of 1
+    rewards = [[1, 0.7 + 0.2 + 0.1], [1, 0], [0, 0], [0.9, 1.1]]  # shares 1, 1/2, 0, 1/2 of answers with a reward of 1
     samples = [Sample(g, [1], [2], [0.0], True, "", "", reward=r) for g, pair in enumerate(rewards) for r in pair]
     share, error = evaluation.accuracy(samples, pass_reward=1.0)
     assert (share, error) == (0.5, pytest.approx(math.sqrt((0.25 + 0.25) / 3 / 4)))

@@ -211,6 +211,8 @@ REWARDS = {  # expression → the status and a part of the error
     "(subprocess.Popen(['sleep', '1000']), os._exit(3))": ("error", "exit code 3"),
     "sys.exit(5)": ("error", "exit code 5"),
     "float('nan')": ("error", "ValueError: a reward must be a finite number"),
+    "{'a': 0, 'profit': -1e308}": ("error", "at most 1e+09 in size; profit is -1e+308, times 1"),
+    "10**400": ("error", "at most 1e+09 in size; reward is 1000"),
     "{'overlong': -1.0}": ("error", "ValueError: a reward has a part 'overlong', which is the trainer's own"),
     KEEPS_FILES: ("timeout", ""),
 }

@@ -243,8 +243,9 @@ def test_rows_that_a_reward_refuses(function, answer, row, options, said):
 
 BLOCKS = [
     "```bash\npip install x\n```\nthen\n```python\nx = 1\n```", "```Python\nx = 1\n```\n```text\n1\n```",
-    "~~~py3\nx = 1\n~~~", "```python\r\nx = 1\r\n```", "```{.python title='a'}\nx = 1\n```", "1. so\n   ```py\n   x = 1\n   ```",
-    "````markdown\n```python\nx = 1\n```\n````", "```\nx = 1\n```\nOutput:\n```\n1\n```\nand\n```\nno Python\n```",
+    "~~~py3\nx = 1\n~~~", "```python\r\nx = 1\r\n```", "```{.python title='a'}\nx = 1\n```",
+    "1. so\n   ```py\n   x = 1\n   ```", "````markdown\n```python\nx = 1\n```\n````",
+    "```\nx = 1\n```\nOutput:\n```\n1\n```\nand\n```\nno Python\n```",
     "Mind the ``` here\n```python\nx = 1\n```\n```bash\npython main.py\n```",
 ]  # fmt: skip
 
