@@ -7,7 +7,7 @@ from urllib3.util import Retry
 
 
 def remote(
-    text: str, answer: str, row: dict, url: str, timeout_s: float = 5.0, retries: int = 2, backoff_s: float = 0.5
+    text: str, answer: str, row: dict, url: str, timeout_s: float = 2.5, retries: int = 2, backoff_s: float = 0.5
 ) -> dict[str, float]:
     """What an HTTP endpoint replies to a POST of {"text", "answer", "row"}: {"reward": number}, or other parts.
 
@@ -23,7 +23,11 @@ def remote(
         raise_on_status=False,
     )
 
-    body = json.dumps({"text": text, "answer": answer, "row": row})
+    body = json.dumps({"text": text, "answer": answer, "row": row}, default=str)
+    asked = url
+    proxy = requests.utils.select_proxy(url, requests.utils.get_environ_proxies(url))
+    if proxy:
+        asked += f" through the proxy {proxy} (NO_PROXY names exceptions)"
     headers = {"Content-Type": "application/json"}
     adapter = requests.adapters.HTTPAdapter(max_retries=plan)
     with requests.Session() as session:
@@ -32,15 +36,24 @@ def remote(
         try:
             response = session.post(url, body, timeout=timeout_s, headers=headers)
         except requests.RequestException as error:
-            raise ConnectionError(f"{url}: {error}, tried {retries + 1} times") from error
+            raise ConnectionError(f"{asked}: {error}, tried {retries + 1} times") from error
 
     if not response.ok:
         tries = len(response.raw.retries.history) + 1
-        raise ConnectionError(f"{url}: {response.status_code} {response.reason}, tried {tries} times")
+        raise ConnectionError(f"{asked}: {response.status_code} {response.reason}, tried {tries} times")
     try:
         parts = response.json()
     except requests.JSONDecodeError:
         parts = response.text[:200]
     if not isinstance(parts, dict) or not parts:
-        raise ValueError(f"{url} replied {parts!r}; a reward is {{'reward': number}}")
+        raise ValueError(f"{asked} replied {parts!r}; a reward is {{'reward': number}}")
     return parts
+
+
+def longest_s(url, timeout_s=2.5, retries=2, backoff_s=0.5) -> float:
+    """Seconds that all tries and pauses may take together. It is checked against reward.timeout_s at the start."""
+    pauses = sum(min(backoff_s * 2**number, Retry.DEFAULT_BACKOFF_MAX) for number in range(1, retries))
+    return timeout_s * (retries + 1) + pauses
+
+
+remote.longest_s = longest_s

@@ -8,6 +8,7 @@ import contextlib
 import itertools
 import json
 import os
+import pickle
 import queue
 import resource
 import socket
@@ -39,8 +40,8 @@ class Outcome:
     error: str = ""
 
 
-# Whether other jobs go first, the job's number, its request as JSON, the future of its Outcome.
-Job = tuple[bool, int, str, Future]
+# Whether other jobs go first, the job's number, its request pickled, the future of its Outcome.
+Job = tuple[bool, int, bytes, Future]
 
 LOAD_S = 600.0  # seconds of wall clock to load a reward: the import of a custom module, a model's weights
 MESSAGE_S = 60  # to receive the rest of a message that has begun to come
@@ -106,8 +107,11 @@ class GradingPool:
 
     def _queue(self, spec: Spec, arguments: list, first=False) -> Future:
         future = Future()
-        request = json.dumps({"spec": spec, "arguments": arguments}, default=str)
-        self.waiting.put((not first, next(self.numbers), request, future))
+        request, failure = attempt(pickle.dumps, {"spec": spec, "arguments": arguments})
+        if failure:  # the row has what cannot be sent, such as a lambda
+            future.set_result(Outcome(**failure))
+        else:
+            self.waiting.put((not first, next(self.numbers), request, future))
         return future
 
     def _serve(self, worker: "Worker"):
@@ -138,7 +142,7 @@ class GradingPool:
 
 
 class Worker:
-    """A grading process, seen from the trainer. Messages to it are JSON: first the settings, then requests."""
+    """A grading process, seen from the trainer. It gets settings as JSON and pickled requests, and replies in JSON."""
 
     def __init__(self, settings: dict):
         self.settings = settings
@@ -151,7 +155,7 @@ class Worker:
         # A reward that writes the beginning of a message into its pipe must not hang the run.
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", MESSAGE_S, 0))
         self.pipe = Connection(ours.detach())
-        path = os.pathsep.join(filter(None, [str(processes.REPO), os.environ.get("PYTHONPATH")]))
+        path = os.pathsep.join(filter(None, [str(processes.REPO), *sys.path]))  # where the classes of a row are found
 
         self.process = subprocess.Popen(
             [sys.executable, "-P", "-m", "grpo.step.grading", str(theirs.fileno())],  # -P: only our modules
@@ -162,12 +166,12 @@ class Worker:
             start_new_session=True,  # Ctrl-C does not reach it
         )
         theirs.close()
-        self.send(json.dumps(self.settings))
+        self.send(json.dumps(self.settings).encode())
 
-    def send(self, text):
+    def send(self, message: bytes):
         """Send a message, which the process waits for. If it is dead, `receive_outcome` will say so."""
         with contextlib.suppress(OSError):
-            self.pipe.send_bytes(text.encode())
+            self.pipe.send_bytes(message)
 
     def receive_outcome(self, seconds) -> dict:
         """The fields of the next Outcome, and perhaps "restart". A process that is late or dead is stopped."""
@@ -176,10 +180,12 @@ class Worker:
                 self.stop()
                 return {"status": "error", "error": f"loading the reward took more than {LOAD_S:.0f} s"}
 
-            # The first message is empty: the reward is loaded, and the answer's time begins.
-            self.pipe.recv_bytes()
+            # The first message: the reward is loaded, and the answer's time begins.
+            waits = self.pipe.recv_bytes()
             if not self.pipe.poll(seconds):
                 self.stop()
+                if waits:
+                    return {"status": "error", "error": f"TimeoutError: no reply within reward.timeout_s={seconds:g}"}
                 return {"status": "timeout"}
             return json.loads(self.pipe.recv_bytes())
         except (EOFError, OSError, ValueError):  # ValueError if a reward has written into its pipe
@@ -204,7 +210,8 @@ class Worker:
 def serve_requests(descriptor):
     """Grade what comes over the trainer's pipe: settings, then requests, one after the other.
 
-    The reply to a request is an empty message once its reward is loaded, then the fields of an Outcome as JSON.
+    The reply to a request is a message once its reward is loaded, empty unless that waits for another machine, then the
+    fields of an Outcome as JSON.
     """
     processes.die_with_parent(adopt=True)
     # The descriptor itself stays open until the process has ended, so that the trainer sees the exit code.
@@ -219,12 +226,14 @@ def serve_requests(descriptor):
 
     loaded = {}  # spec as JSON → (function, None) or (None, why it cannot be loaded)
     while True:
-        request = json.loads(pipe.recv_bytes())
-        key = json.dumps(request["spec"])
-        if key not in loaded:
-            loaded[key] = attempt(load, request["spec"], cfg)
-        function, failure = loaded[key]
-        pipe.send_bytes(b"")
+        request, failure = attempt(pickle.loads, pipe.recv_bytes())
+        function = None
+        if not failure:
+            key = json.dumps(request["spec"])
+            if key not in loaded:
+                loaded[key] = attempt(load, request["spec"], cfg)
+            function, failure = loaded[key]
+        pipe.send_bytes(b"waits" if hasattr(function, "waits") else b"")
 
         if not failure:
             value, failure = attempt(function, *request["arguments"])

@@ -61,6 +61,13 @@ def check(spec: Spec, cfg):
             check_options(function, cfg.options.get(name, {}))
         except ValueError as error:
             raise ValueError(f"reward.options.{name}: {error}") from None
+        if hasattr(function, "longest_s"):
+            longest = function.longest_s(**cfg.options.get(name, {}))
+            if longest >= cfg.timeout_s:
+                raise ValueError(
+                    f"reward.timeout_s={cfg.timeout_s:g} ends before the tries of {name!r} do, which take up to "
+                    f"{longest:g} s: raise it, or lower timeout_s, retries or backoff_s in reward.options.{name}"
+                )
 
 
 def parameters_of(function: Callable) -> dict[str, inspect.Parameter]:
@@ -132,6 +139,8 @@ def load(spec: Spec, cfg) -> Callable:
             raise ValueError(f"the reward is None ({', '.join(weights)}): no reward applies to this row")
         return {"parts": parts}
 
+    if any(hasattr(find(name, cfg), "longest_s") for name in weights):
+        grade.waits = True  # beyond reward.timeout_s the answer is not to blame
     return grade
 
 
@@ -163,7 +172,7 @@ def answers_for(function: Callable, answer: Answer) -> list[str]:
     if isinstance(answer, str):
         return [answer]
     if function not in COMPARING:
-        return [json.dumps(answer, ensure_ascii=False)]
+        return [json.dumps(answer, ensure_ascii=False, default=str)]
     if not isinstance(answer, list) or not answer or not all(isinstance(one, (str, int, float)) for one in answer):
         raise ValueError(
             f"the reference answer {answer!r} is not a text, a number or a list of them; check data.answer_key"

@@ -1,8 +1,10 @@
 """Rewards by example, their combination, and the pool of grading processes."""
 
+import datetime
 import http.server
 import json
 import shutil
+import socket
 import subprocess
 import sys
 import threading
@@ -15,6 +17,7 @@ import transformers
 import reward
 from config import RewardConfig
 from grpo.parts.base import user_code
+from grpo.parts.data import tables
 from grpo.step import named_rewards
 from grpo.step.grading import Outcome
 from rewards import code, model, remote
@@ -320,6 +323,32 @@ def test_remote_tries_again_then_says_why(endpoint):
         ask((200, "<html>"))
 
 
+@pytest.fixture
+def silent():
+    """The address of an endpoint that accepts and never replies."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"http://127.0.0.1:{server.getsockname()[1]}/"
+
+
+def test_a_remote_that_never_replies_is_an_error(silent):
+    """Within its own tries, and where reward.timeout_s ends before them."""
+    for options, said in (({"timeout_s": 0.1}, "Read timed out"), ({}, "no reply within reward.timeout_s=2")):
+        options = {"remote": {"url": silent, "retries": 1} | options}
+        (outcome,) = grade_with("remote", [("s", "a", "b", {})], timeout_s=2.0, options=options)
+        assert outcome.status == "error" and said in outcome.error
+    assert "ends before the tries of 'remote' do, which take up to 5 s" in refusal(
+        "remote", functions=FILES, options=options, timeout_s=5.0
+    )
+
+
+def test_a_proxy_that_was_asked_is_named(endpoint, monkeypatch):
+    address, _, replies = endpoint
+    replies.append((403, ""))
+    monkeypatch.setenv("http_proxy", address)
+    with pytest.raises(ConnectionError, match=f"http://localhost:9/ through the proxy {address}.*: 403"):
+        remote.remote("a", "b", {}, url="http://localhost:9/")
+
+
 @pytest.fixture(scope="module")
 def reward_model(tiny, tmp_path_factory):
     folder = str(tmp_path_factory.mktemp("reward_model"))
@@ -416,6 +445,26 @@ def test_pool_works_while_the_caller_does_something_else(tmp_path):
     processes = [worker.process for worker in pool.workers if worker.process]
     pool.close()
     assert processes and all(process.poll() is not None for process in processes)
+
+
+def test_a_row_reaches_the_reward_unchanged():
+    row = {
+        "a": (1, (2,)),
+        3: {4.5: {"x"}},
+        "b": b"\xff",
+        "when": datetime.date(2026, 1, 2),
+        "n": tables.JsonFloat("1.50"),
+    }
+    kept, typed, unsent = grade_with(
+        "custom",
+        [
+            ("s", f"row == {row!r}", "", row), ("s", "type(row['n']) is float", "", row),
+            ("s", "1", "", {"f": lambda: 1}),
+        ],
+        custom=JUDGE,
+    )  # fmt: skip
+    assert kept == typed == Outcome({"reward": 1.0})
+    assert unsent.status == "error" and "pickle" in unsent.error
 
 
 OWN = """

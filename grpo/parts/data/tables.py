@@ -170,6 +170,9 @@ class JsonFloat(float):
     def __str__(self):
         return self.text
 
+    def __reduce__(self):  # a reward gets a plain float
+        return float, (float(self),)
+
 
 def parse_json(content: bytes) -> Any:
     """The value of a JSON text in UTF-8, which may begin with a mark, as Windows writes it. Raises ValueError."""
