@@ -256,7 +256,8 @@ COMPARING: dict[Callable, str] = {
 
 # ---------------------------------------------------------------- rewards of form
 
-THINK = r"\s*<think>(?:(?!</?think>).)*</think>(?:(?!</?think>).)*\S\s*"
+# The opening is optional, since some chat templates write it at the end of the prompt (Qwen3.5, R1, QwQ).
+THINK = r"(?:\s*<think>)?(?:(?!</?think>).)*+</think>(?:(?!</?think>).)*\S\s*"
 
 
 def matches_format(text: str, answer: str, row: dict, pattern: str = THINK, row_key: str = "") -> float:
