@@ -567,6 +567,24 @@ def test_a_file_is_an_ordinary_module_of_its_folder(tmp_path):
     assert said == "[[14], 'kit'] False\n"  # `code` is Python's own
 
 
+def test_files_with_names_of_other_modules(tmp_path):
+    """A package with the name of a module here, and helpers of one name beside two files."""
+    for folder, number in (("a", 1), ("b", 2), ("reward", 3)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "helper_of_mine.py").write_text(f"def f(): return {number}\n")
+    for name in ("a/one", "b/two"):
+        (tmp_path / f"{name}.py").write_text("from helper_of_mine import f\n")
+    (tmp_path / "reward/__init__.py").touch()
+    (tmp_path / "reward/math_reward.py").write_text("from .helper_of_mine import f\n")
+
+    places = [f"{tmp_path}/{name}.py:f" for name in ("a/one", "b/two", "reward/math_reward")]
+    program = (
+        "import sys, reward; from grpo.parts.base.user_code import load_function\n"
+        "print([load_function('reward.custom', place)() for place in sys.argv[1:]], reward is sys.modules['reward'])"
+    )
+    assert subprocess.check_output([sys.executable, "-c", program, *places], cwd=REPO, text=True) == "[1, 2, 3] True\n"
+
+
 PLACES = {  # of a function → what is said
     "no.py:f": "reward.functions.m='no.py:f': give path/to/file.py:function, a file",
     "own.py:NoFunction": "has no __call__",
