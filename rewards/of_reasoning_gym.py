@@ -12,6 +12,7 @@ import functools
 import json
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import reasoning_gym
 from reasoning_gym.factory import DATASETS
@@ -25,8 +26,17 @@ def rows(task: str, config: str = "{}") -> Iterator[dict]:
             "answer": str(puzzle["answer"]),
             "source": task,
             "config": config,
-            "puzzle": repr(puzzle),  # the scorers of arc_agi and rearc need tuples, which JSON has not
+            "puzzle": repr(plain(puzzle)),  # the scorers of arc_agi and rearc need tuples, which JSON has not
         }
+
+
+def plain(value: Any) -> Any:
+    """A value with numpy's numbers and texts as Python's, which repr would write as np.str_('x')."""
+    if isinstance(value, dict):
+        return {plain(key): plain(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple, set)):
+        return type(value)(map(plain, value))
+    return value.tolist() if type(value).__module__ == "numpy" else value
 
 
 @functools.cache

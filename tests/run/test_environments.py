@@ -86,9 +86,10 @@ def python(path, *arguments):
     return subprocess.run([sys.executable, *arguments], capture_output=True, **settings)
 
 
-def test_puzzles_have_the_score_of_their_task(path):
-    """The scorer of rearc compares tuples: as lists, its own answers have 0.05."""
-    row = json.loads(python(path, "rewards/of_reasoning_gym.py", "rearc", '{"size": 1}').stdout)
+@pytest.mark.parametrize("task", ["rearc", "knights_knaves"])
+def test_puzzles_have_the_score_of_their_task(path, task):
+    """The scorer of rearc compares tuples: as lists, its own answers have 0.05. knights_knaves has texts of numpy."""
+    row = json.loads(python(path, "rewards/of_reasoning_gym.py", task, '{"size": 1}').stdout)
     texts = [f"<answer>{row['answer']}</answer>", row["answer"]]
     code = f"from of_reasoning_gym import score; print([score(text, '', {row!r}) for text in {texts!r}])"
     assert python(path, "-c", code).stdout == "[1.0, 0.0]\n"
