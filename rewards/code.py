@@ -126,6 +126,7 @@ def share_passed(program: str, found: dict, partial: bool, **limits) -> float:
             passed = count_passed(program, calls, **limits)
         else:
             passed = count_printed(program, cases, partial, **limits)
+
     return passed / len(cases) if partial else float(passed == len(cases))
 
 

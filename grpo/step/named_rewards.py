@@ -209,6 +209,7 @@ def parts_of(value: float | dict, weight: float = 1.0) -> dict[str, float]:
             raise ValueError(f"a reward has a part {name!r}, which is the trainer's own name; choose another")
         if part is None:  # it does not apply to this row
             continue
+
         if isinstance(part, (list, tuple)):
             raise ValueError(f"{name} is a list: a reward for each token needs recipes/token_rewards.patch")
         if isinstance(part, str) or not abs(part) <= LARGEST / max(1, abs(weight)):
