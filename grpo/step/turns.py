@@ -16,7 +16,7 @@ import torch.distributed as dist
 from config import Config, EvalConfig, RolloutConfig
 from grpo.parts.base import user_code
 from grpo.parts.data.ends import after_answer
-from grpo.parts.data.tokens import check_ids, missing_row
+from grpo.parts.data.tokens import check_ids, missing_row, own_options
 from grpo.step.grading import TURNS, GradingPool, Outcome
 from grpo.step.records import REPLAYED
 from rollout import Completion, Engine, Trace
@@ -137,7 +137,8 @@ class Conversations:
         if text is None or len(trace.turns[::2]) == self.cfg.rollout.max_turns:
             return False
 
-        ids = reply_ids(text, said.ids[-1], self.inputs.tokenizer, self.cfg.data)
+        data = own_options(self.rows[talk.prompt], self.cfg.data)
+        ids = reply_ids(text, said.ids[-1], self.inputs.tokenizer, data)
         problem = missing_row("its reply", ids, self.inputs.tokenizer, self.inputs.vocab_size)
         if problem:
             trace.failure = Outcome(status="error", error=FAILED + problem)
@@ -195,7 +196,7 @@ def check(cfg: Config, tokenizer, vocab_size: int, row: dict) -> None:
         raise ValueError(f"{place}: the data have a column {min(taken)!r}, a name of the conversation; rename it")
 
     try:
-        ids = reply_ids("1", 0, tokenizer, cfg.data)
+        ids = reply_ids("1", 0, tokenizer, own_options(row, cfg.data))
     except Exception as error:  # a template fails as code does, with any exception
         raise ValueError(f"{place}: the chat template refuses a user's second message: {error}") from None
     check_ids(f"{place}: a reply", ids, tokenizer, vocab_size)

@@ -118,7 +118,7 @@ EXHIBITS = {exhibit.name: exhibit for exhibit in [
         "grpo.parts.data.tokens:prompt_text", '[{"role": "user", "content": value}]',
         '[{"role": "user", "content": tokenizer.apply_chat_template([{"role": "user", "content": value}], '
         "tokenize=False, add_generation_prompt=True)}]", setting="chat", seen="start",
-        message="a prompt begins with '<<', the chat template'"),
+        message="'prompt' begins as the chat template does"),
     ByRun("prompt_trained", "the prompt's tokens are in the mask of the loss", "train_grpo:flatten",
         "np.zeros(predicted, bool)", "np.ones(predicted, bool)", message=GAP),
     Exhibit("prompt_counted", "the prompt's tokens count in the denominator of the loss", "train_grpo:flatten",

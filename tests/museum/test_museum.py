@@ -27,15 +27,12 @@ def test_a_reference_that_moves_is_found(build):
 
 OPENINGS = {  # text of a prompt → what is refused
     "+12=": None,
-    "++12==": r"a prompt begins with '\+\+', the chat template's opening twice",
     "12": r"a prompt begins with '1', not with the chat template's opening '\+'",
-    "<eos><eos>5": "a prompt begins with two '<eos>'",
 }
 
 
-def test_a_template_applied_twice_is_refused(tokenizer):
+def test_a_template_that_was_not_applied_is_refused(tokenizer):
     tokenizer.chat_template = "+{{ messages[0]['content'] }}="
-    tokenizer.bos_token = "<eos>"
     for text, error in OPENINGS.items():
         prompt = prompts.Prompt(tokenizer(text)["input_ids"], "", "", {"prompt": text})
         with refused(ValueError, error):

@@ -10,6 +10,7 @@ from unittest import mock
 import datasets
 import make_tiny
 import pyarrow as pa
+import pyarrow.parquet
 import pytest
 import tokenizers
 import transformers
@@ -179,6 +180,96 @@ def test_the_model_goes_on_with_an_assistants_message(load, tokenizer):
     assert [tokenizer.decode(p.ids) for p in load("a.jsonl")] == ["-3=", "-3=+4"]
 
 
+TOOLS = "{{ tools | tojson if tools }}{% if enable_thinking %}={% endif %}" + ROLES
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "text.parquet"])
+def test_a_row_brings_its_own_tools_and_options_of_the_template(name):
+    made = make_tiny.bpe_tokenizer(["arguments"], 300)
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=made, chat_template=TOOLS)
+    tools = [[{"name": "f", "x": {"a": 1}}], [{"name": "g", "x": {"b": 2}}], None, []]
+    options = [{"enable_thinking": True, "z": 1}, {"enable_thinking": False}, {"z": 1}, None]
+    if name == "text.parquet":
+        tools, options = map(json.dumps, tools), map(json.dumps, options)
+    rows = zip(tools, options, strict=True)
+    write(name, [{"prompt": "2", "answer": "1", "tools": t, "chat_template_kwargs": o} for t, o in rows])
+    cfg = DataConfig(train=name, template_kwargs={"enable_thinking": True})
+    said = [tokenizer.decode(p.ids) for p in load_prompts(cfg, tokenizer, 300)]
+    assert said == ['[{"name": "f", "x": {"a": 1}}]=-2', '[{"name": "g", "x": {"b": 2}}]-2', "=-2", "=-2"]
+
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+)
+RENDERED = {  # of a template and a text of a later row, whether the text has been through the template
+    (CHATML, "<|im_start|>user\n2<|im_end|>\n"): True,
+    (CHATML, "\n<|im_start|>system\n1<|im_end|>\n<|im_start|>user\n2<|im_end|>\n<|im_start|>assistant\n"): True,
+    (CHATML, "<|im_start|> is what?"): False,
+    (CHATML, "Of <|im_start|>user 2<|im_end|>"): False,
+    ("<s>" + CHATML, "<s><|im_start|>user\n2<|im_end|>"): True,
+    ("<s>[INST] {{ messages[-1].content }} [/INST]", "[INST] 2 [/INST]"): True,
+    ("<s>USER: {{ messages[-1].content }} ASSISTANT:", "USER: 2 ASSISTANT:"): True,
+    ("+{{ messages[-1].content }}=", "+2="): True,
+    ("+{{ messages[-1].content }}=", "+2"): False,
+    ("-{{ messages[-1].content }}", "-2"): False,
+}
+
+
+@pytest.mark.parametrize("template, text", RENDERED)
+@pytest.mark.parametrize("chat", [False, True])
+def test_every_prompt_is_looked_at_for_a_template(template, text, chat):
+    made = make_tiny.bpe_tokenizer(["arguments"], 300)
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=made, chat_template=template)
+    value = [{"role": "user", "content": text}] if chat else text
+    write_rows(Path("a.jsonl"), [{"prompt": "2", "answer": "1"}, {"prompt": value, "answer": "1"}])
+    cfg = DataConfig(train={"a.jsonl": 1})
+    if not RENDERED[template, text]:
+        assert len(load_prompts(cfg, tokenizer, 300)) == 2
+        return
+    with pytest.raises(ValueError, match=r"a\.jsonl, row 2: 'prompt' begins as the chat template does"):
+        load_prompts(cfg, tokenizer, 300)
+
+
+def test_a_text_that_brings_the_tokenizers_first_token_is_refused(load, tokenizer):
+    tokenizer.bos_token = "<eos>"
+    write("a.jsonl", [{"prompt": "1", "answer": "1"}, {"prompt": "<eos><eos>5", "answer": "1"}])
+    with pytest.raises(ValueError, match=r"row 2: 'prompt' begins with two '<eos>'"):
+        load("a.jsonl", chat_template=False)
+
+
+SAID = {"role": "assistant", "content": "3+4=7"}
+WARNED = {  # rows, of which all but the last are three times in the file → what is warned
+    "answers": (
+        [{"prompt": [SAID], "answer": ["seven", 7]}, {"prompt": "1", "answer": "1"}],
+        "3 of 4 prompts end with",
+    ),
+    "begun": ([{"prompt": [SAID], "answer": "8"}, {"prompt": [SAID], "answer": "7"}], ""),
+    "no answer": ([{"prompt": [SAID], "answer": ""}, {"prompt": [SAID], "answer": ""}], ""),
+    "tools": ([{"prompt": "1", "answer": "1", "tools": [{"a": 1}]}] * 2, "rows have 'tools', which"),
+    "no tools": ([{"prompt": "1", "answer": "1", "tools": "[]"}] * 2, ""),
+}
+
+
+@pytest.mark.parametrize("name", WARNED)
+def test_what_is_warned_of_a_set_once(load, tokenizer, capsys, name):
+    rows, said = WARNED[name]
+    tokenizer.chat_template = "{{ messages[-1].content }}"
+    write_rows(Path("a.jsonl"), [rows[0]] * 3 + rows[1:])
+    load("a.jsonl")
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == bool(said) and said in "".join(lines)
+
+
+@pytest.mark.parametrize("kind", [pa.float32(), pa.float16()], ids=str)
+def test_a_number_of_32_or_16_bits_is_what_was_written(load, kind):
+    nested = pa.array([{"a": [0.1]}, None], pa.struct([("a", pa.list_(kind))]))
+    numbers = {"answer": pa.array([0.1, 3.14], kind), "nested": nested, "double": [0.10000000149011612] * 2}
+    pa.parquet.write_table(pa.table({"prompt": ["1", "1"], **numbers}), "a.parquet")
+    first, second = load("a.parquet")
+    assert (first.answer, second.answer, second.row["nested"]) == ("0.1", "3.14", None)
+    assert (first.row["nested"], first.row["double"]) == ({"a": [0.1]}, 0.10000000149011612)
+
+
 def test_a_template_that_writes_todays_date_gets_that_of_the_run(load, tokenizer):
     tokenizer.chat_template = "{{ strftime_now('%d%m%Y') }}" + ROLES
     write("a.jsonl", ROWS)
@@ -337,6 +428,14 @@ def test_rows_of_a_function(load, tokenizer):
 
 
 GOOD = b'{"prompt": "1", "answer": "1"}\n'
+MEDIA = {
+    "image": b'"a.png"',
+    "images": b'["a"]',
+    "video": b'{"path": "a"}',
+    "videos": b'["a"]',
+    "audio": b'{"array": [0.1]}',
+    "audios": b'["a"]',
+}
 BAD_FILES = {
     "empty.jsonl": (b"", "empty.jsonl: cannot mmap an empty file"),
     "blank.jsonl": (b"\n\n", "blank.jsonl has no rows"),
@@ -360,12 +459,41 @@ BAD_FILES = {
         b'{"prompt": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "1"}]}], "answer": "1"}',
         "image.jsonl, row 1: 'prompt' has a part of type 'image', and models are trained on text alone",
     ),
-    "images.jsonl": (
-        GOOD + b'{"prompt": "1", "answer": "1", "images": ["a"]}',
-        "row 2: 'images' is not empty",
+    **{
+        f"{column}.jsonl": (
+            GOOD + b'{"prompt": "1", "answer": "1", "%s": %s}' % (column.encode(), value),
+            f"row 2: {column!r} is not",
+        )
+        for column, value in MEDIA.items()
+    },
+    "placeholder.jsonl": (
+        b'{"prompt": "<image>1", "answer": "1", "images": []}',
+        "row 1: 'images' .* its <image> is in",
+    ),
+    **{
+        f"{depth}.{kind}": (before + b'{"prompt": "1", "answer": %s}' % (b"[" * depth + b"]" * depth) + after, said)
+        for depth in (700, 20_000)
+        for kind, before, after, said in (
+            ("jsonl", GOOD, b"", "jsonl, line 2: too many lists"),
+            ("json", b"[", b"]", "json: too many lists"),
+        )
+    },
+    "tools.jsonl": (b'{"prompt": "1", "answer": "1", "tools": "hammer"}', "row 1: 'tools' must be a list"),
+    "deep.jsonl": (b'{"prompt": "1", "answer": "1", "tools": "%s"}' % (b"[" * 20_000), "row 1: 'tools' must be a list"),
+    "kwargs.jsonl": (
+        b'{"prompt": "1", "answer": "1", "chat_template_kwargs": {"tokenize": true}}',
+        "row 1: .*'tokenize'",
     ),
     "a.txt": (b"1", "a.txt is of no known type.*parquet"),
 }
+
+
+def test_a_text_may_speak_of_images(load, tokenizer):
+    """An empty column says nothing, and without one <image> is a text like others."""
+    tokenizer.chat_template = "{{ messages[-1].content }}"
+    empty = [{"images": []}, {"image": None}, {"videos": [None]}, {"video": False, "prompt": "<image>"}]
+    write_rows(Path("a.jsonl"), [{"prompt": "1", "answer": "1", **columns} for columns in empty])
+    assert len(load("a.jsonl")) == len(empty)
 
 
 @pytest.mark.parametrize("name", BAD_FILES)

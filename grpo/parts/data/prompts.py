@@ -220,32 +220,10 @@ def check_they_differ(prompts: PromptSet, value: str | list[str], key):
 
 
 def check_opening(prompt: Prompt, cfg, tokenizer):
-    """Raises ValueError if a prompt begins twice, with the chat template's opening or its first token, or if a text
-    begins with less than half of that opening. A date in it may differ.
-    """
-    bos = tokenizer.bos_token
-    require_data(
-        prompt.ids[:2] != [tokenizer.bos_token_id] * 2,
-        f"a prompt begins with two {bos!r}: its text has one already (data.prompt_key)",
-    )
+    """ValueError if a text begins with less than half of the chat template's opening: a date in it may differ."""
     if not cfg.chat_template:
         return
-
-    # What the template writes before a user's text, apart from `prompt_text`.
-    mark = "⟦text⟧"
-    messages = [{"role": "user", "content": mark}]
-    if cfg.system_prompt is not None:
-        messages.insert(0, {"role": "system", "content": cfg.system_prompt})
-    try:
-        text = tokens.render(tokenizer, messages, cfg, add_generation_prompt=True)
-    except Exception:  # a template may raise any exception for other messages than it is made for
-        return
-    opening, _, _ = text.partition(mark)
-    require_data(
-        not opening or not tokenizer.decode(prompt.ids).startswith(opening + opening),
-        f"a prompt begins with {opening + opening!r}, the chat template's opening twice: the data have been "
-        "through a template already; use data.chat_template=false, or their plain messages",
-    )
+    opening, _ = tokens.template_around(tokens.own_options(prompt.row, cfg), tokenizer)
 
     # Both are compared as their tokens are decoded: a tokenizer may change or drop characters.
     begins = "".join(tokenizer.decode(prompt.ids).split())

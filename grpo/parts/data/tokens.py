@@ -1,5 +1,6 @@
 """The stage from a row to token ids. `cfg` is the section `data`. An invalid row raises a ValueError that names it."""
 
+import contextlib
 import hashlib
 import json
 import math
@@ -8,12 +9,16 @@ from collections.abc import Iterable, Iterator
 from decimal import Decimal
 from typing import Any, NamedTuple
 
+from grpo.parts.base import ranks
 from grpo.parts.base.read_config import nearest
 from grpo.parts.base.require import require_data
-from grpo.parts.data.tables import Table, columns_of, rows_between
+from grpo.parts.data.tables import TEMPLATE_KEYS, Table, columns_of, rows_between
 
 BLOCK = 2000  # rows tokenised at once
 SURROGATE = re.compile("[\ud800-\udfff]")
+MEDIA = frozenset({"image", "images", "video", "videos", "audio", "audios"})  # columns
+NO_MEDIA = {"", "None", "[]", "[None]", "{}", "False", "0"}  # their values, as texts, where a row has none
+MARKUP = re.compile(r"<[^<>\s]+>|\[[/|\w]+\]")  # <|im_start|>, [INST] and what else opens or closes a chat message
 
 
 class TokenisedRow(NamedTuple):
@@ -27,23 +32,44 @@ class TokenisedRow(NamedTuple):
 
 def tokenise(table: Table, parts: list[tuple[str, Table]], cfg, tokenizer, vocab_size, key) -> Iterator[TokenisedRow]:
     """Yield the rows of a table, which has the `parts` (name, table) that were read for `key`. Raises ValueError."""
-    first = 0
+    rendered = templated_text(cfg, tokenizer)
+    first = answered = 0
+    with_tools = None
     for name, part in parts:
         for start in range(0, len(part), BLOCK):
             stop = min(start + BLOCK, len(part))
             rows = rows_between(table, first + start, first + stop)
             labels = [f"{key}: {name}, row {number + 1}" for number in range(start, stop)]
-            yield from tokenise_block(rows, labels, cfg, tokenizer, vocab_size)
+            yield from tokenise_block(rows, labels, cfg, tokenizer, vocab_size, rendered)
+            answered += sum(ends_with_answer(row, cfg) for row in rows)
+            # Their text is longer than "null", "None" or "[]".
+            with_tools = with_tools or next((row for row in rows if len(str(row.get("tools"))) > 4), None)
         first += len(part)
 
+    if answered > first / 2:
+        warn(
+            f"{key}: {answered} of {first} prompts end with an assistant's message that has the row's answer in it, "
+            f"and the model goes on after it; leave this message out of data.prompt_key={cfg.prompt_key!r}"
+        )
+    if with_tools and cfg.chat_template:
+        text, bare = (row_texts(row, cfg, tokenizer) for row in (with_tools, {**with_tools, "tools": None}))
+        if text == bare:
+            warn(f"{key}: rows have 'tools', which the tokenizer's chat template does not write")
 
-def tokenise_block(rows: list[dict], labels: list[str], cfg, tokenizer, vocab_size) -> Iterator[TokenisedRow]:
-    """Yield rows, tokenised together. Errors begin with a row's label."""
+
+def warn(text):
+    """Print a warning, on the first rank."""
+    if ranks.is_first_rank():
+        print(f"warning: {text}", flush=True)
+
+
+def tokenise_block(rows: list[dict], labels: list[str], cfg, tokenizer, vocab_size, rendered) -> Iterator[TokenisedRow]:
+    """Yield rows, tokenised together. Errors begin with a row's label. `rendered` is of `templated_text`."""
     texts, hinted_texts = [], []
     for row, label in zip(rows, labels, strict=True):
         try:
-            text, hinted = row_texts(row, cfg, tokenizer)
-        except ValueError as error:
+            text, hinted = row_texts(row, cfg, tokenizer, rendered)
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{label}: {error}") from None
         texts.append(text)
         hinted_texts.append(hinted)
@@ -51,10 +77,13 @@ def tokenise_block(rows: list[dict], labels: list[str], cfg, tokenizer, vocab_si
     # Tokenise all at once, which is faster, then check each.
     all_ids = to_ids(texts, cfg, tokenizer)
     all_hinted = all_ids if cfg.hint_key is None else to_ids(hinted_texts, cfg, tokenizer)
-    for row, label, ids, hinted in zip(rows, labels, all_ids, all_hinted, strict=True):
+    bos = tokenizer.bos_token
+    for row, label, text, ids, hinted in zip(rows, labels, texts, all_ids, all_hinted, strict=True):
         length = max(len(ids), len(hinted))
         if not ids:
             raise ValueError(f"{label}: {cfg.prompt_key!r} is empty: the tokenizer of model.path makes no tokens of it")
+        if ids[:2] == [tokenizer.bos_token_id] * 2 and bos in text:
+            raise ValueError(f"{label}: {cfg.prompt_key!r} begins with two {bos!r}: its text has one already")
         if length <= cfg.max_prompt_tokens:
             check_ids(f"{label}: {cfg.prompt_key!r}", ids, tokenizer, vocab_size)
             check_ids(f"{label}: the hint {cfg.hint_key!r}", hinted, tokenizer, vocab_size)
@@ -62,35 +91,92 @@ def tokenise_block(rows: list[dict], labels: list[str], cfg, tokenizer, vocab_si
 
 
 def digest_of(row: dict, cfg) -> bytes:
-    """16 bytes that change with the row's source, prompt, answer and hint."""
+    """16 bytes that change with the row's source, prompt, answer, hint, and what else its template gets."""
     keys = [key for key in (cfg.prompt_key, cfg.answer_key, cfg.hint_key) if key is not None]
     values = [source_of(row, cfg.source_key), *(lookup(row, key) for key in keys)]
+    values += [row[key] for key in TEMPLATE_KEYS if row.get(key)]
     return hashlib.blake2b(json.dumps(values, default=str, sort_keys=True).encode(), digest_size=16).digest()
 
 
 # ---------------------------------------------------------------- the texts of a row
 
 
-def row_texts(row: dict, cfg, tokenizer) -> tuple[str, str]:
+def row_texts(row: dict, cfg, tokenizer, rendered=None) -> tuple[str, str]:
     """A row's prompt, and its prompt with its hint, as texts to tokenise. Checks the answer too. Raises ValueError.
 
-    The second text is "" without data.hint_key.
+    The second text is "" without data.hint_key. `rendered`, of `templated_text`, is what no message may match.
     """
-    if row.get("images"):
-        raise ValueError("'images' is not empty, and models are trained on text alone: leave such rows out")
+    cfg = own_options(row, cfg)
     value = lookup(row, cfg.prompt_key)
-    text = prompt_text(value, cfg, tokenizer)
+    text = prompt_text(value, cfg, tokenizer, rendered)
+    for column in MEDIA.intersection(row):
+        mark = f"<{column.removesuffix('s')}>"
+        if mark in text or str(row[column]) not in NO_MEDIA:
+            raise ValueError(
+                f"{column!r} is not empty, or its {mark} is in the prompt, and models are trained on text alone: "
+                "leave such rows out"
+            )
     answer_text(lookup(row, cfg.answer_key), cfg.answer_key)
     hinted = ""
     if cfg.hint_key is not None:
         hint = answer_text(lookup(row, cfg.hint_key), cfg.hint_key)
-        hinted = prompt_text(value, cfg, tokenizer, hint)
+        hinted = prompt_text(value, cfg, tokenizer, rendered, hint)
     if SURROGATE.search(text + hinted):
         raise ValueError(f"{cfg.prompt_key!r} has half of a surrogate pair, which is no text")
     return text, hinted
 
 
-def prompt_text(value: Any, cfg, tokenizer, hint="") -> str:
+def own_options(row: dict, cfg) -> Any:
+    """`cfg` with the row's own options of its chat template, also if they are JSON text. Raises ValueError."""
+    own = {}
+    for key, kind in TEMPLATE_KEYS.items() if cfg.chat_template else ():
+        value = row.get(key)
+        if isinstance(value, str):
+            with contextlib.suppress(ValueError, RecursionError):
+                value = json.loads(value)
+        if value and not isinstance(value, kind):
+            raise ValueError(f"{key!r} must be a {kind.__name__}, or one as JSON text: {str(value)[:80]}")
+        if value:
+            own.update({key: value} if key == "tools" else value)
+    return cfg.model_copy(update={"template_kwargs": {**cfg.template_kwargs, **own}}) if own else cfg
+
+
+def template_around(cfg, tokenizer) -> tuple[str, str]:
+    """What the chat template writes before and after a user's text, after data.system_prompt. "" if it refuses."""
+    mark = "⟦text⟧"
+    messages = [{"role": "user", "content": mark}]
+    if cfg.system_prompt is not None:
+        messages.insert(0, {"role": "system", "content": cfg.system_prompt})
+    try:
+        opening, _, closing = render(tokenizer, messages, cfg, add_generation_prompt=True).partition(mark)
+    except Exception:  # a template may raise any exception for other messages than it is made for
+        return "", ""
+    return opening, closing
+
+
+def templated_text(cfg, tokenizer) -> re.Pattern | None:
+    """Matches a text that has been through the chat template. Its system prompt, and so its opening, may differ."""
+    if not cfg.chat_template:
+        return None
+    opening, closing = template_around(cfg, tokenizer)
+    begins = [*MARKUP.findall(opening), MARKUP.sub("", opening).strip()]
+    ends = [*MARKUP.findall(closing), closing.strip()]
+    if not any(begins) or not ends[0]:
+        return None
+    return re.compile(rf"\s*(?:{'|'.join(map(re.escape, filter(None, begins)))}).*{re.escape(ends[0])}", re.DOTALL)
+
+
+def ends_with_answer(row: dict, cfg) -> bool:
+    """Whether a prompt ends with a message of the assistant that has the row's answer in it."""
+    chat = lookup(row, cfg.prompt_key)
+    if isinstance(chat, str) or chat[-1]["role"] != "assistant":
+        return False
+    answer = lookup(row, cfg.answer_key)
+    answers = answer if isinstance(answer, list) else [answer]
+    return any(str(each) in str(chat[-1].get("content")) for each in answers if each != "")
+
+
+def prompt_text(value: Any, cfg, tokenizer, rendered, hint="") -> str:
     """The text to tokenise for a row's prompt: the prompt itself, or what the tokenizer's chat template writes.
 
     A `hint` goes before the text; in a list of chat messages, before the user's last one. Raises ValueError.
@@ -108,6 +194,11 @@ def prompt_text(value: Any, cfg, tokenizer, hint="") -> str:
     # The template gets copies of the messages, with the hint and the system prompt.
     chat = [{"role": "user", "content": value}] if isinstance(value, str) else value
     messages = [own_message(message, key) for message in chat]
+    if rendered and any(rendered.match(str(message.get("content"))) for message in messages):
+        raise ValueError(
+            f"{key!r} begins as the chat template does, so it has been through a template already; use "
+            "data.chat_template=false, or its plain messages"
+        )
     if hint:
         users = [m for m in messages if m["role"] == "user" and isinstance(m.get("content"), str)]
         if not users:
