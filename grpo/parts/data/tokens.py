@@ -104,11 +104,13 @@ def digest_of(row: dict, cfg) -> bytes:
 def row_texts(row: dict, cfg, tokenizer, rendered=None) -> tuple[str, str]:
     """A row's prompt, and its prompt with its hint, as texts to tokenise. Checks the answer too. Raises ValueError.
 
-    The second text is "" without data.hint_key. `rendered`, of `templated_text`, is what no message may match.
+    The second text is "" without data.hint_key. No message may match `rendered`, of `templated_text`.
     """
     cfg = own_options(row, cfg)
     value = lookup(row, cfg.prompt_key)
-    text = prompt_text(value, cfg, tokenizer, rendered)
+    text = prompt_text(value, cfg, tokenizer, rendered=rendered)
+
+    # An empty column is harmless, unless the prompt shows that something belongs in it.
     for column in MEDIA.intersection(row):
         mark = f"<{column.removesuffix('s')}>"
         if mark in text or str(row[column]) not in NO_MEDIA:
@@ -116,11 +118,12 @@ def row_texts(row: dict, cfg, tokenizer, rendered=None) -> tuple[str, str]:
                 f"{column!r} is not empty, or its {mark} is in the prompt, and models are trained on text alone: "
                 "leave such rows out"
             )
+
     answer_text(lookup(row, cfg.answer_key), cfg.answer_key)
     hinted = ""
     if cfg.hint_key is not None:
         hint = answer_text(lookup(row, cfg.hint_key), cfg.hint_key)
-        hinted = prompt_text(value, cfg, tokenizer, rendered, hint)
+        hinted = prompt_text(value, cfg, tokenizer, hint)
     if SURROGATE.search(text + hinted):
         raise ValueError(f"{cfg.prompt_key!r} has half of a surrogate pair, which is no text")
     return text, hinted
@@ -176,7 +179,7 @@ def ends_with_answer(row: dict, cfg) -> bool:
     return any(str(each) in str(chat[-1].get("content")) for each in answers if each != "")
 
 
-def prompt_text(value: Any, cfg, tokenizer, rendered, hint="") -> str:
+def prompt_text(value: Any, cfg, tokenizer, hint="", rendered=None) -> str:
     """The text to tokenise for a row's prompt: the prompt itself, or what the tokenizer's chat template writes.
 
     A `hint` goes before the text; in a list of chat messages, before the user's last one. Raises ValueError.
