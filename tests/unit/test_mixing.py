@@ -51,7 +51,7 @@ def test_sets_of_other_columns_and_types_mix(tokenizer, tmp_path):
     assert re.findall(r"\S+ of \S+: .*", mixed.describe(400)) == [
         f"0.75 of {a}: 6 prompts, 50 passes", f"0.25 of {b}: 4 prompts, 25 passes",
     ]  # fmt: skip
-    assert len({load(train).fingerprint for train in ({a: 3, b: 1}, {b: 1, a: 3}, {a: 1, b: 1}, [a], a)}) == 4
+    assert len({str(load(train).fingerprint) for train in ({a: 3, b: 1}, {b: 1, a: 3}, {a: 1, b: 1}, [a], a)}) == 4
     with pytest.raises(ValueError, match=r"^data\.train={}: nothing to read"):
         load({})
     with pytest.raises(ValueError, match=r"data\.prompt_key='prompt': no such column in .*c\.jsonl"):

@@ -25,16 +25,18 @@ def test_the_output_folder_and_its_disk(tiny, tmp_path, monkeypatch):
 
 def test_another_configuration_commit_and_other_data_of_a_machine_are_refused(monkeypatch):
     def gather(own):
-        other = {"train.lr": "1e-05", "prompts of data.train": "2", "commit": "b", "megatron.field": "1"}
+        other = {"train.lr": "1e-05", "token ids of data.train": "2", "commit": "b", "megatron.field": "1"}
         return [("north", own[1]), ("north", own[1]), ("south", own[1] | other)]
 
     monkeypatch.setattr(ranks, "gather", gather)
     monkeypatch.setattr(versions, "versions", lambda: {"commit": "a"})
     with pytest.raises(UserError, match=r"^the ranks have different configurations; start ") as refusal:
-        machines.check_ranks({"seed": 0, "train": {"lr": 1e-6}, "megatron": {}}, "data.train", "1")
+        machines.check_ranks(
+            {"seed": 0, "train": {"lr": 1e-6}, "megatron": {}}, "data.train", {"rows": "1", "token ids": "1"}
+        )
     assert refusal.value.args[0].splitlines()[1:] == [
         "  train.lr: 1e-06 on rank 0, 1 (north); 1e-05 on rank 2 (south)",
-        "  prompts of data.train: 1 on rank 0, 1 (north); 2 on rank 2 (south)",
+        "  token ids of data.train: 1 on rank 0, 1 (north); 2 on rank 2 (south)",
         "  commit: a on rank 0, 1 (north); b on rank 2 (south)",
         "  megatron.field: not set on rank 0, 1 (north); 1 on rank 2 (south)",
     ]

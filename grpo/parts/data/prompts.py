@@ -24,6 +24,8 @@ from grpo.parts.base.require import require_data
 from grpo.parts.data import mixing, tokens
 from grpo.parts.data.tables import Table, concatenate, hold_small, read_tables, rows_between
 
+# "rows": prompts, hints, answers, sources and their order. Checkpoints keep these: a new formula needs a new name.
+FINGERPRINTS = ("rows", "columns besides the prompt", "token ids")
 LARGE_BYTES = 16 * 2**20  # a rank keeps a smaller table in memory, and reads the rows of a larger one from its files
 
 
@@ -47,7 +49,7 @@ class PromptSet(Sequence):
     rows: list[int] = field(default_factory=list)  # the row of the table that each prompt comes from
     ids: list[array] = field(default_factory=list)  # token ids of each prompt
     hinted: list[array] = field(default_factory=list)  # of each prompt with its hint; empty without data.hint_key
-    fingerprint: str = ""  # 16 hex digits that change with any prompt, hint, answer, source, or the order of the rows
+    fingerprint: dict[str, str] = field(default_factory=dict)  # 16 hex digits of each of `FINGERPRINTS`
 
     @property
     def dropped(self) -> int:
@@ -74,8 +76,10 @@ class Mixture(ConcatDataset):
         self.weights = [weight for weight, _ in sets.values()]
         self.sets = [prompts for _, prompts in sets.values()]
         super().__init__(self.sets)
-        parts = [[weight, prompts.fingerprint] for weight, prompts in sets.values()]
-        self.fingerprint = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+        self.fingerprint = {}
+        for name in FINGERPRINTS:
+            parts = [[weight, prompts.fingerprint[name]] for weight, prompts in sets.values()]
+            self.fingerprint[name] = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
         self.dropped = sum(prompts.dropped for prompts in self.sets)
 
     def describe(self, taken) -> str:
@@ -183,7 +187,7 @@ def load_set(value: str | list[str], cfg, tokenizer, vocab_size, key) -> PromptS
     table = hold_small(table, LARGE_BYTES)
 
     prompts = PromptSet(cfg, table)
-    digest = hashlib.sha256()
+    digests = {name: hashlib.sha256() for name in FINGERPRINTS}
     shortest = math.inf
     for number, row in enumerate(tokens.tokenise(table, parts, cfg, tokenizer, vocab_size, key)):
         shortest = min(shortest, row.length)
@@ -193,8 +197,10 @@ def load_set(value: str | list[str], cfg, tokenizer, vocab_size, key) -> PromptS
         prompts.ids.append(array("i", row.ids))
         if cfg.hint_key is not None:
             prompts.hinted.append(array("i", row.hinted))
-        digest.update(row.digest)
-    prompts.fingerprint = digest.hexdigest()[:16]
+        digests["rows"].update(row.digest)
+        digests["columns besides the prompt"].update(row.others.encode())
+        digests["token ids"].update(array("i", [row.length, *row.ids, *row.hinted]))
+    prompts.fingerprint = {name: digest.hexdigest()[:16] for name, digest in digests.items()}
 
     require_data(
         len(prompts) > 0,

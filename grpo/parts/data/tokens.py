@@ -19,6 +19,9 @@ SURROGATE = re.compile("[\ud800-\udfff]")
 MEDIA = frozenset({"image", "images", "video", "videos", "audio", "audios"})  # columns
 NO_MEDIA = {"", "None", "[]", "[None]", "{}", "False", "0"}  # their values, as texts, where a row has none
 MARKUP = re.compile(r"<[^<>\s]+>|\[[/|\w]+\]")  # <|im_start|>, [INST] and what else opens or closes a chat message
+ENCODE = json.JSONEncoder(default=str, sort_keys=True).encode
+# A value that JSON lacks counts by its type: the text of a set or an object may differ between two starts.
+ENCODE_OTHERS = json.JSONEncoder(default=lambda value: type(value).__name__, skipkeys=True).encode
 
 
 class TokenisedRow(NamedTuple):
@@ -28,6 +31,7 @@ class TokenisedRow(NamedTuple):
     hinted: list[int]  # of the prompt with its hint, or the same ids without data.hint_key
     length: int  # tokens of the longer of them
     digest: bytes  # 16 bytes that change with the row's prompt, hint, answer and source
+    others: str  # its columns but the prompt, as JSON
 
 
 def tokenise(table: Table, parts: list[tuple[str, Table]], cfg, tokenizer, vocab_size, key) -> Iterator[TokenisedRow]:
@@ -87,7 +91,8 @@ def tokenise_block(rows: list[dict], labels: list[str], cfg, tokenizer, vocab_si
         if length <= cfg.max_prompt_tokens:
             check_ids(f"{label}: {cfg.prompt_key!r}", ids, tokenizer, vocab_size)
             check_ids(f"{label}: the hint {cfg.hint_key!r}", hinted, tokenizer, vocab_size)
-        yield TokenisedRow(ids, hinted, length, digest_of(row, cfg))
+        others = ENCODE_OTHERS([value for column, value in row.items() if column != cfg.prompt_key])
+        yield TokenisedRow(ids, hinted, length, digest_of(row, cfg), others)
 
 
 def digest_of(row: dict, cfg) -> bytes:
@@ -95,7 +100,7 @@ def digest_of(row: dict, cfg) -> bytes:
     keys = [key for key in (cfg.prompt_key, cfg.answer_key, cfg.hint_key) if key is not None]
     values = [source_of(row, cfg.source_key), *(lookup(row, key) for key in keys)]
     values += [row[key] for key in TEMPLATE_KEYS if row.get(key)]
-    return hashlib.blake2b(json.dumps(values, default=str, sort_keys=True).encode(), digest_size=16).digest()
+    return hashlib.blake2b(ENCODE(values).encode(), digest_size=16).digest()
 
 
 # ---------------------------------------------------------------- the texts of a row

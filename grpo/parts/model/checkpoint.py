@@ -215,12 +215,18 @@ def set_aside(checkpoints: list[Path], reason: str, used):
             add_suffix(path, reason)
 
 
-def check_resumed(path: Path, config: dict, data: str) -> int:
-    """Print what changed since a checkpoint. Returns its step. Raises UserError if the run cannot resume from it."""
+def check_resumed(path: Path, config: dict, data: dict[str, str]) -> int:
+    """Print what changed since a checkpoint. Returns its step. Raises UserError if the run cannot resume from it.
+
+    `data` is the fingerprint of the training prompts.
+    """
     state = read_state(path)
     steps = config["train"]["steps"]
+    was = state["data"]
+    if isinstance(was, str):  # of an older commit, whose formula may be another
+        was = {"rows": was} if was == data["rows"] else {}
     require(
-        state["data"] == data,
+        was.get("rows", data["rows"]) == data["rows"],
         f"data.train={config['data']['train']}: not the prompts that {path} was trained on, so its position in "
         "them means nothing. Use the same data, or start a new run (resume=none) with model.path=an export in hf/",
     )
@@ -228,6 +234,12 @@ def check_resumed(path: Path, config: dict, data: str) -> int:
 
     if is_first_rank():
         print(f"resume:  after step {state['step']}, from {path}")
+        if "rows" not in was:
+            print(f"warning: {path} is of another commit, whose fingerprint of data.train cannot be compared with today's")
+        for name in was:
+            if was[name] != data.get(name, was[name]):
+                print(f"         changed: data.train, {name}")
+
         was = dict(dotted_items({**state["config"], "resume": None}))
         now = dict(dotted_items({**config, "resume": None}))
         saved_with = json.loads((path / "versions.json").read_text())

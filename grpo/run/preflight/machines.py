@@ -77,13 +77,14 @@ def check_without_gpu(cfg):
         require(not value, f"rollout.vllm.{name}={value}: works on GPUs only, and there is no GPU here; leave it out")
 
 
-def check_ranks(config: dict, key, data: str):
+def check_ranks(config: dict, key, data: dict[str, str]):
     """Configuration, data and code are the same on all ranks. The error, on every rank, says what differs and where.
 
     `config` is {section: {key: value}}. `data` is the fingerprint of the prompts of `key`: another machine may have
-    other files, or a function may change them. Prints which ranks are on which of several machines.
+    other files, another tokenizer, or a function that changes them. Prints which ranks are on which machine.
     """
-    further = {f"prompts of {key}": data, "commit": versions.versions()["commit"]}
+    further = {f"{name} of {key}": data[name] for name in ("rows", "token ids")}
+    further["commit"] = versions.versions()["commit"]
     own = {name: str(value) for name, value in dotted_items(config | further)}
     machines, tables = zip(*ranks.gather((socket.gethostname(), own)), strict=True)
 
