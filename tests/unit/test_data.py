@@ -16,9 +16,10 @@ import tokenizers
 import transformers
 from torch.utils.data import ConcatDataset
 
-from config import DataConfig
+from config import DataConfig, RankError
 from grpo.parts.data.ends import Ends, endless
 from grpo.parts.data.prompts import check_reading, load_prompts, load_tokenizer
+from grpo.parts.data.tables import find_sources
 from grpo.run.inputs import first_day
 from tests.conftest import refused, tiny_config, write_rows
 
@@ -83,7 +84,6 @@ def test_shards_as_list_glob_folder_and_split(load):
         write(f"shards/s-{i}.parquet", ROWS[2 * i : 2 * i + 2])
         write(f"hub/data/train-0000{i}-of-00003.parquet", ROWS[2 * i : 2 * i + 2])
     write("hub/data/test-00000-of-00001.parquet", ROWS[:1])
-    Path("hub/README.md").write_text("A folder as the hub has it.")
     wanted = load("all.parquet").fingerprint
     shards = [f"shards/s-{i}.parquet" for i in range(3)]
     for train in (shards, "shards/*.parquet", "shards", "hub"):
@@ -112,7 +112,7 @@ def test_nested_columns_and_a_column_with_a_dot_in_its_name(load):
         write(name, VERL)
         prompts = load(name, **VERL_KEYS)
         assert [(p.ids, p.answer, p.source) for p in prompts] == plain and prompts[1].row == VERL[1]
-        fingerprints.add(prompts.fingerprint)
+        fingerprints.add(str(prompts.fingerprint))
     assert len(fingerprints) == 1
     write("a.jsonl", [{"prompt": "1>", "x": {"y": "inner"}, "x.y": "outer"}])
     assert load("a.jsonl", answer_key="x.y")[0].answer == "outer"
@@ -274,7 +274,9 @@ def test_a_template_that_writes_todays_date_gets_that_of_the_run(load, tokenizer
     tokenizer.chat_template = "{{ strftime_now('%d%m%Y') }}" + ROLES
     write("a.jsonl", ROWS)
     first, second = (load("a.jsonl", date=date) for date in ("2026-11-27", "2026-11-28"))
-    assert tokenizer.decode(first[0].ids) == "27112026-0+0=>" and first.fingerprint == second.fingerprint
+    assert (
+        tokenizer.decode(first[0].ids) == "27112026-0+0=>" and first.fingerprint["rows"] == second.fingerprint["rows"]
+    )
 
 
 def test_the_date_of_a_run_is_that_of_its_first_start(tmp_path):
@@ -437,10 +439,18 @@ MEDIA = {
     "audios": b'["a"]',
 }
 BAD_FILES = {
-    "empty.jsonl": (b"", "empty.jsonl: cannot mmap an empty file"),
+    "empty.jsonl": (b"", "empty.jsonl has no rows"),
     "blank.jsonl": (b"\n\n", "blank.jsonl has no rows"),
     "header.csv": (b"prompt,answer\n", "header.csv: it has no rows"),
     "broken.jsonl": (GOOD + b'\n{"prompt": ', "broken.jsonl, line 3: Expecting value"),
+    "no_comma.json": (
+        b'[{"prompt": "1"} {"prompt": "2"}]',
+        "no_comma.json: Expecting ',' or the end of the list: line 1",
+    ),
+    "cut.json": (b'[{"prompt": "1"}', "cut.json: Expecting ',' or the end of the list: line 1 column 17"),
+    "two.json": (b'[{"prompt": "1"}] [', "two.json: Expecting ',' or the end of the list: line 1 column 17"),
+    "no_object.json": (b'[{"prompt": "1"}, "\\u005d"]', "no_object.json, row 2: not a JSON object"),
+    "deep.jsonl": (GOOD + b'{"prompt": ' + b"[" * 20000, "deep.jsonl, line 2: maximum recursion depth exceeded"),
     "broken.json": (b'[{"prompt": "1"},\n{"prompt": ]', "broken.json: Expecting value: line 2 column 12"),
     "scalar.jsonl": (GOOD + b"5\n", "scalar.jsonl, line 2: not a JSON object"),
     "latin.jsonl": (
@@ -513,7 +523,7 @@ def test_damaged_parquet_and_arrow(load):
             load(name)
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+@pytest.mark.parametrize("kind", ["json", "jsonl", "parquet"])
 def test_large_sets_stay_mapped_and_give_the_same(load, monkeypatch, kind):
     """Rows, ids, and what is said of a mistake, where a block ends inside the second file."""
     for name, rows in {f"a.{kind}": VERL, f"b.{kind}": [*VERL, {**VERL[0], "reward_model": None}]}.items():
@@ -529,6 +539,107 @@ def test_large_sets_stay_mapped_and_give_the_same(load, monkeypatch, kind):
         load(files, **VERL_KEYS)
 
 
+# ---------------------------------------------------------------- read as meant
+
+
+CARD = """---
+license: mit
+configs:
+- config_name: {name}
+  data_files:
+  - split: train
+    path: [questions-*.jsonl]
+  - split: test
+    path: held_out.jsonl
+- config_name: more
+  data_dir: more
+---
+"""
+
+
+@pytest.mark.parametrize(
+    "name, train, found",
+    [
+        ("default", "a", "questions-0 questions-1"),
+        ("default", "a:test", "held_out"),
+        ("main", "a:main:train", "questions-0 questions-1"),
+        ("main", "a:more:train", "train"),
+        ("main", "a:more:test", "test"),
+        ("main", "a", r"Config name is missing.* \['main', 'more'\]"),
+        ("main", "a:other:train", r"FOLDER:CONFIGURATION:SPLIT.* 'other' not found. Available: \['main', 'more'\]"),
+        ("main", "a:main:dev", "no data files of the split 'dev'; give a:split with one of train, test"),
+    ],
+)
+def test_a_folders_card_says_which_files_are_of_which_split(name, train, found):
+    for file in ("held_out", "questions-0", "questions-1", "more/train", "more/test"):
+        write(f"a/{file}.jsonl", ROWS[:1])
+    Path("a/README.md").write_text(CARD.format(name=name))
+    try:
+        said = " ".join(Path(file).stem for file, _ in find_sources(train, "train", "data.train"))
+    except ValueError as error:
+        said = str(error)
+    assert re.search(f"{found}$" if " " not in found[:12] else found, said), said
+
+
+def test_columns_of_type_json_are_what_their_text_says(load, tokenizer):
+    tokenizer.chat_template = ROLES
+    chat = [{"role": "user", "content": "7", "name": None}, {"role": "system", "content": "8"}]
+    rows = [
+        {"prompt": "12>", "chat": chat, "calls": [{"role": "user", "f": [{"a": None}]}], "answer": "007"},
+        {"prompt": chat[:1], "chat": chat, "calls": None, "answer": [10**15, 0.5]},
+    ]
+    calls = {"role": datasets.Value("string"), "f": datasets.List(datasets.Json())}
+    features = {"prompt": datasets.Json(), "chat": datasets.List(datasets.Json()), "calls": datasets.List(calls)}
+    features = datasets.Features(features | {"answer": datasets.Json()})
+    datasets.Dataset.from_list(rows, features).to_parquet("a.parquet")
+    for key, texts in {"prompt": ["-12>", "-7"], "chat": ["-7+8", "-7+8"]}.items():
+        prompts = load("a.parquet", prompt_key=key)
+        assert [tokenizer.decode(p.ids) for p in prompts] == texts
+        assert [p.row for p in prompts] == rows and [p.answer for p in prompts] == ["007", [10**15, 0.5]]
+    datasets.Dataset.from_dict({"x": rows[:1]}, datasets.Features({"x": datasets.Json()})).to_parquet("b.parquet")
+    assert load("b.parquet", prompt_key="x.prompt", answer_key="x.answer")[0].answer == "007"
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.jsonl"])
+def test_a_file_changed_while_the_run_reads_it(load, monkeypatch, name):
+    monkeypatch.setattr("grpo.parts.data.prompts.LARGE_BYTES", 0)
+    write(name, ROWS)
+    prompts, before = load(name), Path(name).read_bytes()
+    Path(name).touch()
+    assert [p.answer for p in prompts] == [row["answer"] for row in ROWS]
+    for change in (before.replace(b"007", b"008"), b"\n" + before, before[:9], b""):
+        Path(name).write_bytes(change)
+        with pytest.raises(RankError, match=rf"{name} was changed while the run reads it"):
+            prompts[0]
+    Path(name).write_bytes(before)
+    assert prompts[0].answer == "007"
+
+
+@pytest.mark.parametrize(
+    "change, differ",
+    [
+        ({"more": [[1, 2], [3, 4]]}, "columns besides the prompt"),
+        ({"answer": "2"}, "rows, columns besides the prompt"),
+        ({"prompt": "13>"}, "rows, token ids"),
+        ({"template": "{{ messages[0].content }}="}, "token ids"),
+        ({"letters": ">321"}, "token ids"),
+        ({}, ""),
+    ],
+)
+def test_what_is_compared_of_the_data(change, differ):
+    """Rows with a resume, token ids with other machines too: another tokenizer or template makes other prompts."""
+
+    def fingerprint(letters="123>", template="{{ messages[0].content }}", **row):
+        row = {"prompt": "12>", "answer": "1", "more": [[1, 2], [3]], **row}
+        write_rows(Path("a.jsonl"), [row, row | {"more": 1.5}])
+        made = make_tiny.char_tokenizer(letters + "=")
+        tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=made, chat_template=template)
+        return load_prompts(DataConfig(train="a.jsonl"), tokenizer, 16).fingerprint
+
+    was, now = fingerprint(), fingerprint(**change)
+    assert ", ".join(name for name in was if was[name] != now[name]) == differ
+
+
 def test_files_that_do_not_go_together(load):
     write("a.jsonl", ROWS)
     write("number.parquet", [{"prompt": "1", "answer": 1, "source": "sums"}])
@@ -538,7 +649,7 @@ def test_files_that_do_not_go_together(load):
         (["b.parquet", "number.parquet"], r": a column must have one type in all files: .*answer.*int64.*string"),
         (["a.jsonl", "b.parquet"], r"mixes file types \(.*a\.jsonl, .*b\.parquet\)"),
         (["."], "mixes file types"),
-        (["empty"], "the folder .*empty is empty"),
+        (["empty"], "empty .*: The directory at .*empty doesn't contain any data files"),
         (["nowhere/*.jsonl"], "no such file; use a file ending in"),
     ]:
         with pytest.raises(ValueError, match=rf"^data\.train.*{message}"):

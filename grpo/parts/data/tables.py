@@ -7,18 +7,19 @@ since they take seconds of each rank's start.
 
 import glob
 import json
-import mmap
 import os
 import pickle
 import re
+import zlib
 from array import array
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from torch.utils.data import ConcatDataset
 
+from config import RankError
 from grpo.parts.base import user_code
 from grpo.parts.base.read_config import dotted_items
 from grpo.parts.base.require import require_data
@@ -27,6 +28,8 @@ KINDS = {".parquet": "parquet", ".arrow": "arrow", ".json": "json", ".jsonl": "j
 ALLOWED = f"use a file ending in {', '.join(KINDS)}, a glob, a folder, a hub name like owner/name:split, or a list"
 # name, name:split or name:config:split, where the split may be a slice such as train[:100]
 HUB_NAME = re.compile(r"([\w-]+|\w[\w.-]*/\w[\w.-]*)(?::([\w.-]+)(?=:))?(?::([\w.-]+(?:\[.*\])?))?")
+OPENING = re.compile(r"[^\[]*\[[ \t\r\n]*")  # of a JSON list
+COMMA = re.compile(r"[ \t\r\n]*(?:,[ \t\r\n]*|(?=\]\s*\Z))")  # between its items, or before its end
 
 TEMPLATE_KEYS = {"chat_template_kwargs": dict, "tools": list}  # columns for the chat template, as TRL names them
 
@@ -41,10 +44,6 @@ def read_tables(cfg, value: str | list[str], key) -> list[tuple[str, Table]]:
     if cfg.custom is not None:
         return [(name, custom_rows(cfg.custom, name, key)) for name in names]
 
-    sources = [source for name in names for source in find_sources(name, cfg.split, key)]
-    kinds = {arguments["path"]: file for file, arguments in sources if "data_files" in arguments}
-    require_data(len(kinds) <= 1, f"{key} mixes file types ({', '.join(kinds.values())}); give files of one type")
-
     import datasets
     import pyarrow
 
@@ -52,6 +51,11 @@ def read_tables(cfg, value: str | list[str], key) -> list[tuple[str, Table]]:
     datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it logs what it raises, and our error says that
+
+    sources = [source for name in names for source in find_sources(name, cfg.split, key)]
+    kinds = {arguments["path"]: file for file, arguments in sources if "data_files" in arguments}
+    require_data(len(kinds) <= 1, f"{key} mixes file types ({', '.join(kinds.values())}); give files of one type")
+
     tables = [(name, read_table(name, arguments, key)) for name, arguments in sources]
     pyarrow.default_memory_pool().release_unused()  # a rank would keep what converting the files took
     return tables
@@ -76,14 +80,14 @@ def custom_rows(place, name, key) -> list[dict]:
 
 def find_sources(name, split, key) -> list[Source]:
     """(name, arguments of datasets.load_dataset) of each file, or of the hub data set, that `name` stands for."""
-    folder, named_split = name, ""
+    folder, named = name, []
     if not os.path.exists(name):
-        folder, _, named_split = name.partition(":")
+        folder, *named = name.split(":", 2)
     hub = HUB_NAME.fullmatch(name)
     if os.path.isfile(name) or "://" in name:
         files = [name]
     elif os.path.isdir(folder):
-        files = folder_files(folder, named_split, split, key)
+        files = folder_files(folder, named, split, key)
     elif hub and Path(name).suffix not in KINDS:
         return [(name, {"path": hub[1], "name": hub[2], "split": hub[3] or split})]
     else:
@@ -98,15 +102,24 @@ def find_sources(name, split, key) -> list[Source]:
     return sources
 
 
-def folder_files(folder, named_split, split, key) -> list[str]:
-    """The data files of a folder. If the names of its files make several splits, the files of one split."""
-    from datasets.data_files import DataFilesDict, EmptyDatasetError, get_data_patterns
+def folder_files(folder, named: list[str], split, key) -> list[str]:
+    """The data files of a folder. If its README.md or the names of its files make several splits, those of one.
 
+    `named` is [], [split] or [configuration, split].
+    """
+    import datasets
+    from datasets.data_files import DataFilesDict, get_data_patterns
+
+    card = Path(folder, "README.md")
     try:
-        splits = DataFilesDict.from_patterns(get_data_patterns(folder), base_path=folder)
-    except EmptyDatasetError:
-        raise ValueError(f"{key}: the folder {folder} is empty") from None
-    wanted = named_split or (split if len(splits) > 1 else next(iter(splits)))
+        if named[1:] or (card.is_file() and re.search(rb"^configs:", card.read_bytes(), re.MULTILINE)):
+            splits = datasets.load_dataset_builder(folder, *named[:-1]).config.data_files
+        else:
+            splits = DataFilesDict.from_patterns(get_data_patterns(folder), base_path=folder)
+    except Exception as error:  # a card may be any text
+        problem = " ".join(str(error).split())
+        raise ValueError(f"{key}: {folder} (use FOLDER:SPLIT or FOLDER:CONFIGURATION:SPLIT): {problem}") from None
+    wanted = named[-1] if named else split if len(splits) > 1 else next(iter(splits))
 
     # Dataset.save_to_disk and Dataset.map write further files beside the data.
     beside = re.compile(r"state\.json|cache-.*\.arrow")
@@ -189,44 +202,70 @@ def parse_json(content: bytes) -> Any:
 
 
 @dataclass
-class JsonLines(Sequence):
-    """The rows of a JSON file, each parsed when it is read. A column has no type: a row is what its line says."""
+class JsonRows(Sequence):
+    """The rows of a JSON file, each read when it is needed. A column has no type: a row is what its text says.
 
-    content: mmap.mmap
-    starts: array  # where each row's line begins, and the end of the file
+    Raises RankError if a row is no longer what it was.
+    """
+
+    opened: BinaryIO  # not mapped: reading a mapped file that was cut ends the process
+    places: array = field(default_factory=lambda: array("q"))  # first byte, bytes and CRC-32 of each row
 
     def __len__(self):
-        return len(self.starts) - 1
+        return len(self.places) // 3
 
     def __getitem__(self, i) -> dict:
-        return parse_json(self.content[self.starts[i] : self.starts[i + 1]])
+        start, size, crc = self.places[3 * i : 3 * i + 3]
+        text = os.pread(self.opened.fileno(), size, start)
+        if zlib.crc32(text) != crc:
+            name = self.opened.name
+            raise RankError(f"{name} was changed while the run reads it: restore it, then go on with resume=auto")
+        return parse_json(text)
 
 
-def read_json(file, label) -> list[dict] | JsonLines:
+def read_json(file, label) -> JsonRows:
     """The rows of a JSON file: a list of objects, or an object on each line. Raises ValueError, after `label`."""
+    opened = open(file, "rb")  # noqa: SIM115 (its rows are read later)
+    is_list = opened.peek().lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
+    pieces = list_items(opened.read()) if is_list else lines(opened)
+
+    rows = JsonRows(opened)
     where = label
     try:
-        with open(file, "rb") as opened:
-            content = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
-
-        if content[:4096].lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
-            rows = parse_json(content[:])
-            for number, row in enumerate(rows, 1):
-                where = f"{label}, row {number}"
-                require_data(isinstance(row, dict), "not a JSON object")
-        else:
-            rows = JsonLines(content, array("q"))
-            for number, line in enumerate(iter(content.readline, b""), 1):
-                where = f"{label}, line {number}"
-                if line.strip():
-                    require_data(isinstance(parse_json(line), dict), "not a JSON object")
-                    rows.starts.append(content.tell() - len(line))
-            rows.starts.append(len(content))
-    except ValueError as error:
+        for number, (start, text) in enumerate(pieces, 1):
+            where = f"{label}, {'row' if is_list else 'line'} {number}"
+            if text.strip():
+                require_data(isinstance(parse_json(text), dict), "not a JSON object")
+                rows.places.extend((start, len(text), zlib.crc32(text)))
+            where = label
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{where}: {error}") from None
 
     require_data(len(rows) > 0, f"{label} has no rows")
     return rows
+
+
+def lines(opened: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    """(first byte, text) of each line of a file."""
+    start = 0
+    for line in opened:
+        yield start, line
+        start += len(line)
+
+
+def list_items(content: bytes) -> Iterator[tuple[int, bytes]]:
+    """(first byte, text) of each item of a JSON list. Raises ValueError."""
+    text = content.decode("latin-1")  # one character for each byte, so that places in it are places in the file
+    decoder = json.JSONDecoder()
+    start = OPENING.match(text).end()
+    while text[start : start + 1] != "]":
+        _, stop = decoder.raw_decode(text, start)
+        yield start, content[start:stop]
+
+        comma = COMMA.match(text, stop)
+        if comma is None:
+            raise json.JSONDecodeError("Expecting ',' or the end of the list", text, stop)
+        start = comma.end()
 
 
 # ---------------------------------------------------------------- tables, whatever they were read from
@@ -239,10 +278,12 @@ def is_arrow(table: Table) -> bool:
 
 def columns_of(table: Table) -> list[str]:
     """The names of a table's columns, and with dots the names inside objects."""
+    names = []
+    rows = table
     if is_arrow(table):
         names = [*table.features, *table.features.flatten()]
-    else:
-        names = (key for row in table for key in (*row, *dict(dotted_items(row))))
+        rows = rows_between(table, 0, min(100, len(table)))  # for the names in columns of type Json
+    names += (key for row in rows for key in (*row, *dict(dotted_items(row))))
     return list(dict.fromkeys(map(str, names)))
 
 
@@ -264,7 +305,7 @@ def hold_small(table: Table, limit) -> Table:
     if is_arrow(table):
         size = table.data.nbytes
     else:
-        size = sum(len(part.content) for part in table.datasets if isinstance(part, JsonLines))
+        size = sum(sum(part.places[1::3]) for part in table.datasets if isinstance(part, JsonRows))
     return rows_between(table, 0, len(table)) if size < limit else table
 
 
@@ -279,6 +320,8 @@ def rows_between(table: Table, start, stop) -> list[dict]:
         if "float" in str(field.type):  # arrow calls float64 "double"
             for row in rows:
                 row[field.name] = shortest(row[field.name], field.type)
+    for path in json_paths(table):
+        rows = [decode_json(row, path) for row in rows]
     return rows
 
 
@@ -289,6 +332,27 @@ def shortest(value: Any, kind) -> Any:
     if isinstance(value, list):
         return [shortest(item, kind.value_type) for item in value]
     return float(str(kind.to_pandas_dtype()(value))) if isinstance(value, float) else value
+
+
+def json_paths(table) -> list[list]:
+    """Where a datasets.Dataset holds JSON as text, its type Json: names of columns and fields, 0 for a list's items."""
+    from datasets.utils.json import get_json_field_paths_from_feature
+
+    return get_json_field_paths_from_feature(table.features)
+
+
+def decode_json(value: Any, path: list) -> Any:
+    """A value with the JSON texts at `path` decoded, each null and key as its text has it."""
+    if value is None:
+        return None
+    if not path:
+        try:
+            return parse_json(value.encode())
+        except ValueError:  # the library leaves a text such as 007 as it is
+            return value
+    if path[0] == 0:
+        return [decode_json(item, path[1:]) for item in value]
+    return {key: decode_json(item, path[1:]) if key == path[0] else item for key, item in value.items()}
 
 
 def own_keys(value: Any, in_chat=False) -> Any:
