@@ -235,7 +235,7 @@ def check_resumed(path: Path, config: dict, data: dict[str, str]) -> int:
     if is_first_rank():
         print(f"resume:  after step {state['step']}, from {path}")
         if "rows" not in was:
-            print(f"warning: {path} is of another commit, whose fingerprint of data.train cannot be compared with today's")
+            print(f"warning: {path} is of another commit: its fingerprint of data.train cannot be compared")
         for name in was:
             if was[name] != data.get(name, was[name]):
                 print(f"         changed: data.train, {name}")
