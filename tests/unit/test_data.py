@@ -489,7 +489,10 @@ BAD_FILES = {
         )
     },
     "tools.jsonl": (b'{"prompt": "1", "answer": "1", "tools": "hammer"}', "row 1: 'tools' must be a list"),
-    "deep.jsonl": (b'{"prompt": "1", "answer": "1", "tools": "%s"}' % (b"[" * 20_000), "row 1: 'tools' must be a list"),
+    "deep_tools.jsonl": (
+        b'{"prompt": "1", "answer": "1", "tools": "%s"}' % (b"[" * 20_000),
+        "row 1: 'tools' must be a list",
+    ),
     "kwargs.jsonl": (
         b'{"prompt": "1", "answer": "1", "chat_template_kwargs": {"tokenize": true}}',
         "row 1: .*'tokenize'",

@@ -316,10 +316,10 @@ def rows_between(table: Table, start, stop) -> list[dict]:
 
     part = table.data.slice(start, stop - start)
     rows = [own_keys(row) for row in part.to_pylist()]
-    for field in part.schema:
-        if "float" in str(field.type):  # arrow calls float64 "double"
+    for column in part.schema:
+        if "float" in str(column.type):  # arrow calls float64 "double"
             for row in rows:
-                row[field.name] = shortest(row[field.name], field.type)
+                row[column.name] = shortest(row[column.name], column.type)
     for path in json_paths(table):
         rows = [decode_json(row, path) for row in rows]
     return rows
