@@ -450,7 +450,10 @@ BAD_FILES = {
     "cut.json": (b'[{"prompt": "1"}', "cut.json: Expecting ',' or the end of the list: line 1 column 17"),
     "two.json": (b'[{"prompt": "1"}] [', "two.json: Expecting ',' or the end of the list: line 1 column 17"),
     "no_object.json": (b'[{"prompt": "1"}, "\\u005d"]', "no_object.json, row 2: not a JSON object"),
-    "deep.jsonl": (GOOD + b'{"prompt": ' + b"[" * 20000, "deep.jsonl, line 2: maximum recursion depth exceeded"),
+    "deep.jsonl": (
+        GOOD + b'{"prompt": ' + b"[" * 20000,
+        "deep.jsonl, line 2: too many lists or objects are inside each other",
+    ),
     "broken.json": (b'[{"prompt": "1"},\n{"prompt": ]', "broken.json: Expecting value: line 2 column 12"),
     "scalar.jsonl": (GOOD + b"5\n", "scalar.jsonl, line 2: not a JSON object"),
     "latin.jsonl": (
