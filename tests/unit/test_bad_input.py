@@ -69,6 +69,7 @@ VLLM = {
         ("train.max_tokens_per_micro_batch=8", ["max_tokens_per_micro_batch=8", "at least"]),
         ("parallel.ep=2", ["parallel.ep=2", "without experts"]),
         ("megatron.recompute_granularity=full", ["Megatron-core refuses", "recompute_method"]),
+        ("megatron.ddp.param_offload=true", ["unknown key 'megatron.ddp.param_offload'; here train.offload"]),
         ("rollout.vllm.max_num_seq=8", ["unknown key 'rollout.vllm.max_num_seq'; the nearest is max_num_seqs"]),
         ("rollout.vllm.halt=8", ["unknown key 'rollout.vllm.halt'; it must be one of EngineArgs of vLLM"]),
         ("parallel.vpp=2", ["parallel.vpp=2", "needs parallel.pp above 1"]),

@@ -1,13 +1,15 @@
 """What YAML values become, in a file and as an override, and which texts are refused."""
 
 import math
+import re
 
 import pytest
 import yaml
 
 from config import UserError
-from grpo.parts.base.read_config import KEYS, SECTIONS, Loader, foreign_keys, load_config
+from grpo.parts.base.read_config import KEYS, SECTIONS, TABLES, Loader, foreign_keys, load_config, nest
 from megatron_bridge import megatron_fields
+from tests.conftest import REPO
 
 
 @pytest.mark.parametrize(
@@ -53,7 +55,7 @@ def test_overrides_lie_over_a_file_over_its_base(file):
         ("seed: 1\nseed: 2\n", "found duplicate key seed"),
         ("train: {lr: 1, 'lr': 2}\n", "found duplicate key lr"),
         ("1: 2\n", "the file must hold keys with values"),
-        ("train: 3\n", "train=3: this is a section; give its keys, train.KEY=VALUE"),
+        ("train: 3\n", "train=3: this is a section; its keys are epochs, steps, lr, "),
     ],
 )
 def test_what_is_refused(file, text, message):
@@ -64,33 +66,60 @@ def test_what_is_refused(file, text, message):
 # ---------------------------------------------------------------- unknown keys
 
 
-def test_the_table_of_other_trainers_names_keys_of_ours():
-    foreign = foreign_keys()
-    assert len(foreign) > 100
-    for theirs, ours in foreign.items():
-        for key in ours:
-            assert key in KEYS or key.removeprefix("megatron.") in megatron_fields(), (theirs, ours)
+def test_answers_to_keys_of_other_trainers_name_what_is_there():
+    """Keys, documents and recipes; and no key has only words for an answer."""
+    ours = {*KEYS, *(f"megatron.{field}" for field in megatron_fields())}
+    own = {*TABLES["megatron_works"], *(key.rpartition(".")[2] for key in KEYS)}
+    assert len(foreign_keys()) > 500
+    for theirs, answers in foreign_keys().items():
+        text = ", ".join(answers)
+        named = re.findall(rf"\b(?:{'|'.join(SECTIONS)}|megatron)\.\w+", text)
+        assert ours.issuperset(named), (theirs, text)
+        assert named or theirs not in own or text in KEYS, (theirs, text)
+        assert all((REPO / path).exists() for path in re.findall(r"(?:docs|recipes)/\w+\.\w+", text)), text
 
 
 @pytest.mark.parametrize(
     "key, said",
     [
         ("actor_rollout_ref.rollout.n", "here rollout.group_size"),
-        ("tp", "here rollout.tp, parallel.tp"), ("ETP_SIZE", "here parallel.ep, parallel.etp"),
-        ("parallel.dp", "here none"),
+        ("actor_rollout_ref.actor.megatron.sequence_parallel", "here parallel.sp"),
+        ("actor_rollout_ref.ref.megatron.tensor_model_parallel_size", "here the policy's layout, parallel.*"),
+        ("actor_rollout_ref.actor.strategy", "here Megatron-core to train (no FSDP"),
+        ("actor_rollout_ref.actor.profiler.tool_config.npu.level", "here CUDA, or the CPU without a GPU; no NPUs"),
+        ("critic.ppo_micro_batch_size_per_gpu", "here no critic; docs/recipes.md adds one"),
+        ("data.custom_cls.path", "here data.custom"), ("model.critic.pretrained", "here no critic"),
+        ("trainer.n_gpus_per_node", "here torchrun --nproc_per_node"), ("zero_stage", "here Megatron's distributed"),
+        ("actor_train.model_args.disable_gradient_checkpointing", "here megatron.recompute_granularity"),
+        ("actor_train.model_args.model_type", "here a family of docs/models.md"),
+        ("actor_train.training_args.weight_decay", "here train.weight_decay"),
+        ("actor_train.training_args.warmup_steps", "here train.warmup_steps"),
+        ("actor_train.strategy_args.strategy_config.virtual_pipeline_model_parallel_size", "here parallel.vpp"),
+        ("actor_train.strategy_args.strategy_config.use_distributed_optimizer", "here always on"),
+        ("actor_train.strategy_args.strategy_config.moe_grouped_gemm", "here megatron.moe_grouped_gemm"),
+        ("actor_infer.generating_args.num_return_sequences", "here rollout.group_size"),
+        ("reference.strategy_args.strategy_config.expert_model_parallel_size", "here the policy's layout"),
+        ("moe_token_dispatcher_type", "here always alltoall"), ("dry_run", "here the option --dry-run"),
+        ("clip_grad", "here train.clip_grad"), ("steps_per_generation", "here train.updates_per_step"),
+        ("policy.megatron_cfg.optimizer.adam_eps", "here megatron.adam_eps"),
+        ("algo.kl.init_coef", "here algo.kl_coef"),
+        ("rollout-batch-size", "here rollout.prompts_per_step"), ("parallel.dp", "here torchrun's ranks / (tp"),
+        ("tp", "here rollout.tp, parallel.tp"), ("ETP_SIZE", "here parallel.etp"),
+        ("lora.start", "here profile.start"), ("algo.group_size", "here rollout.group_size"),
         ("evall.halt", "the nearest legal key is 'eval'"),
         ("schedule.lr.sahpe", "the nearest legal key is 'schedule.lr.shape'"),
         ("train.Epoch", "the nearest legal key is 'train.epochs'"),
-        ("lora.start", "there is profile.start; legal in lora are rank, alpha, targets"),
-        ("algo.group_size", "here rollout.group_size"),
+        ("lora.halt", "legal in lora are rank, alpha, targets"),
         ("halt", "legal are output_dir, seed, resume, model, data, rollout, eval, reward, algo, "),
     ],
 )  # fmt: skip
 def test_an_unknown_key_is_answered(file, key, said):
-    with pytest.raises(UserError) as error:
-        load_config(file(), [f"{key}=1"])
+    """The same on the command line and in a file."""
     unknown = key if said.startswith("here") or key.split(".")[0] in SECTIONS else key.split(".")[0]
-    assert str(error.value).startswith(f"unknown key {unknown!r}; {said}")
+    for text, overrides in (("", [f"{key}=1"]), (yaml.safe_dump(nest(key, 1)), [])):
+        with pytest.raises(UserError) as error:
+            load_config(file(text), overrides)
+        assert str(error.value).startswith(f"unknown key {unknown!r}; {said}")
 
 
 def test_a_section_of_another_trainer_is_answered_key_by_key(file):
@@ -98,7 +127,7 @@ def test_a_section_of_another_trainer_is_answered_key_by_key(file):
         load_config(file("actor:\n  clip_ratio_high: 0.28\n  made_up: 1\nnum_iterations: 2\n"), [])
     assert str(error.value).splitlines() == [
         "unknown key 'actor.clip_ratio_high'; here algo.clip_high",
-        "       unknown key 'actor.made_up'; here none",
+        "       unknown key 'actor.made_up'; here no key of this name",
         "       unknown key 'num_iterations'; here train.epochs_per_step",
         "       docs/from-other-trainers.md says what else differs",
     ]

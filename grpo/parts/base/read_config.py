@@ -1,6 +1,7 @@
 """How a configuration is read: YAML files lie over the defaults, and `section.key=value` overrides over the files."""
 
 import difflib
+import functools
 import re
 import typing
 from collections import defaultdict
@@ -15,6 +16,7 @@ from grpo.parts.base.require import require
 
 SECTIONS = {key: kind for key, kind in Config.__annotations__.items() if isinstance(kind, type(Section))}
 KEYS = [*Config.model_fields, *(f"{section}.{key}" for section, kind in SECTIONS.items() for key in kind.model_fields)]
+TABLES = yaml.safe_load((Path(__file__).parent / "options.yaml").read_text())  # of options of Megatron-core and vLLM
 LIKE = 0.75  # of difflib's ratio, 1 for equal names: "sahpe" and "shape" have 0.8, "stop" and "top_p" 0.67
 
 
@@ -25,7 +27,8 @@ def load_config(path: str, overrides: list[str]) -> Config:
     for layer in layers:
         for name in SECTIONS.keys() & layer.keys():
             if not isinstance(layer[name], dict):
-                raise UserError(f"{name}={layer[name]!r}: this is a section; give its keys, {name}.KEY=VALUE")
+                keys = ", ".join(SECTIONS[name].model_fields)
+                raise UserError(f"{name}={layer[name]!r}: this is a section; its keys are {keys}")
         tree = merge(tree, layer)
     return validate(tree, path)
 
@@ -48,9 +51,11 @@ def validate(tree: dict, path) -> Config:
     missing, unknown, wrong = [], {}, []
     for problem in problems:
         name = ".".join(map(str, problem["loc"]))
+        # A key of ours may be a section of another trainer.
+        section = problem["input"] if name in KEYS and isinstance(problem["input"], dict) else {}
         if problem["type"] == "missing":
             missing.append(name)
-        elif problem["type"] == "extra_forbidden":
+        elif problem["type"] == "extra_forbidden" or any(here(f"{name}.{key}") for key in section):
             unknown[name] = problem["input"]
         else:
             wrong.append(problem)
@@ -163,7 +168,8 @@ def read_override(override) -> dict:
 
 LEGAL = {  # of keys whose type does not say it
     "resume": "must be none, auto, or the folder of a checkpoint (YAML reads no and off as false)",
-    "reward.functions": "must be file.py:function, or the name of a reward, whose options go into reward.options",
+    "reward.functions": "must be file.py:function, or the name of a reward, whose options go into reward.options, "
+    "and whose weight into reward.default",
 }
 
 
@@ -185,38 +191,49 @@ def explain_wrong(problems: list[dict]):
 
 def explain_unknown(unknown: dict):
     """What is right in place of unknown keys, in a line each. For a section of another trainer, a line for each key."""
-    foreign = foreign_keys()
     lines, last = [], []
     for name, value in unknown.items():
-        ours = {key: of_other_trainers(key, foreign) for key, _ in dotted_items({name: value})}
-        if any(here is not None for here in ours.values()):
-            lines += [f"unknown key {key!r}; here {', '.join(here or ['none'])}" for key, here in ours.items()]
+        ours = {key: here(key) for key, _ in dotted_items({name: value})}
+        if any(ours.values()):
+            lines += [f"unknown key {key!r}; here {found or 'no key of this name'}" for key, found in ours.items()]
             last = ["docs/from-other-trainers.md says what else differs"]
         else:
             lines.append(f"unknown key {name!r}; {suggest(name.lower())}")
     return "\n       ".join(lines + last)
 
 
+def here(key: str) -> str:
+    """What there is here for a key of another trainer, from the longest ending that `foreign_keys` has; "" if none."""
+    parts = key.lower().replace("-", "_").split(".")
+    for start in range(len(parts)):
+        for end in range(len(parts), start, -1):
+            whole = [] if end == len(parts) else ["*"]
+            found = foreign_keys().get(".".join(parts[start:end] + whole))
+            if found:
+                return ", ".join(found)
+    return ""
+
+
+@functools.cache
 def foreign_keys() -> dict[str, list[str]]:
-    """{key of another trainer, or its last parts, in lower case: our keys}, [] if we have none."""
-    table = yaml.safe_load((Path(__file__).parent / "other_trainers.yaml").read_text())
+    """{key of another trainer, or its last parts, in lower case: our keys, or words}. section.* is all of a section."""
     found = defaultdict(list)
-    for ours, trainers in table.items():
+    for ours, trainers in yaml.safe_load((Path(__file__).parent / "other_trainers.yaml").read_text()).items():
         for theirs in set(" ".join(trainers.values()).lower().split()):
-            found[theirs] += [] if ours == "none" else ours.split(", ")
-    return found
+            found[theirs].append(ours)
 
-
-def of_other_trainers(key, foreign: dict) -> list[str] | None:
-    """Our keys for the longest ending of `key` in `foreign`; [] if we have none, None if no ending is there."""
-    key = key.lower()
-    while key and key not in foreign:
-        key = key.partition(".")[2]
-    return foreign.get(key)
+    # What is not in the table may be called as one of our keys, or as Megatron or vLLM call it.
+    named = defaultdict(list)
+    for key in KEYS:
+        named[key.rpartition(".")[2]].append(key)
+    megatron = {name: [f"megatron.{name}"] for name in TABLES["megatron_works"]}
+    owned = {name: [ours] for name, ours in TABLES["megatron_owned"].items()}
+    vllm = {name: [owner] for owner, names in TABLES["vllm_owned"].items() for name in names}
+    return vllm | owned | megatron | named | found
 
 
 def suggest(name):
-    """The answer to an unknown key: the nearest key of its section, or else all of them, and its name elsewhere."""
+    """The answer to an unknown key: the nearest key of its section, or else all of them."""
     section, _, own = name.rpartition(".")
     kind = Course if section.startswith("schedule.") else SECTIONS.get(section, Config)
     near = nearest(own, kind.model_fields)
@@ -224,9 +241,8 @@ def suggest(name):
         key = f"{section}.{near}" if section else near
         return f"the nearest legal key is {key!r}"
 
-    elsewhere = "".join(f"there is {key}; " for key in KEYS if key.endswith(f".{own}"))
     where = f"in {section} " if section else ""
-    return f"{elsewhere}legal {where}are {', '.join(kind.model_fields)}"
+    return f"legal {where}are {', '.join(kind.model_fields)}"
 
 
 def nearest(name: str, legal: Iterable[str]) -> str | None:

@@ -1,4 +1,4 @@
-"""Options that go to Megatron-core and vLLM as they are: options.yaml has their names, docs/options.md says why.
+"""Options that go to Megatron-core and vLLM as they are. docs/options.md says which and why.
 
 An option that would be ignored, or would break what the trainer relies on, is refused before anything is built. Each
 check raises UserError.
@@ -10,17 +10,14 @@ import fnmatch
 import json
 import typing
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pydantic
-import yaml
 from pydantic import Field
 
 from config import UserError
-from grpo.parts.base.read_config import nearest
+from grpo.parts.base.read_config import TABLES, dotted_items, here, nearest
 
-TABLES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 MEGATRON_NEEDS = {name: (other, value) for other, value, names in TABLES["megatron_needs"] for name in names}
 COUNT = Annotated[int, Field(ge=1)]
 SCALE = Annotated[float, Field(gt=0, le=2**32)]
@@ -48,7 +45,9 @@ def check_megatron(options: dict[str, Any], classes: tuple[type, ...], dtype):
     for name, value in options.items():
         key = f"megatron.{name}"
         if name not in types:
-            raise UserError(f"unknown key '{key}'; {nearest_of(name, types) or works}")
+            key, _ = next(dotted_items({key: value}))  # the first one of a section of another trainer
+            ours = here(key)
+            raise UserError(f"unknown key '{key}'; {f'here {ours}' if ours else nearest_of(name, types) or works}")
         if name in TABLES["megatron_owned"]:
             raise UserError(f"{key} may not be set: use {TABLES['megatron_owned'][name]}")
         if name not in TABLES["megatron_works"]:
