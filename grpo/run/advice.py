@@ -1,9 +1,12 @@
-"""Rules that find, in its metrics, why a run cannot learn, and name the keys to change."""
+"""Rules that find, in its metrics, why a run cannot learn or wastes its machine, and name the keys to change."""
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
+from itertools import pairwise
 from statistics import median
+
+KEPT = ("reward/mean", "reward/std", "grad_norm", "moe/load", "mem/train_peak_gb")  # of each step, for the next ones
 
 
 class Advice:
@@ -11,8 +14,7 @@ class Advice:
 
     def __init__(self, cfg):
         self.cfg = cfg
-        self.rewards = []  # reward/mean of each step, with the present one
-        self.spreads = []  # reward/std of each
+        self.past = defaultdict(list)  # metric of KEPT → its finite values so far, the present step's too
         self.steps = Counter()  # source → steps with a sample of it
         self.best = {}  # source → its highest reward
         self.worst = {}  # source → its lowest mean reward of a step
@@ -40,8 +42,9 @@ class Advice:
 
     def note(self, step):
         """Add a step to what the next ones are compared with."""
-        self.rewards.append(step["reward/mean"])
-        self.spreads.append(step["reward/std"])
+        for name in KEPT:
+            if math.isfinite(number(step, name)):
+                self.past[name].append(step[name])
         for source in sources(step):
             self.steps[source] += 1
             self.best[source] = max(self.best.get(source, -math.inf), step[f"reward/{source}/max"])
@@ -55,14 +58,21 @@ class Advice:
 
     def has_converged(self) -> bool:
         """Whether the run has learnt, and the step's rewards are in the upper fifth of what its steps have reached."""
-        low, high = min(self.rewards), max(self.rewards)
-        return self.has_signal and self.rewards[-1] >= low + 0.8 * (high - low)
+        rewards = self.past["reward/mean"]
+        low, high = min(rewards), max(rewards)
+        return self.has_signal and rewards[-1] >= low + 0.8 * (high - low)
 
 
 def sources(step) -> list[str]:
     """The sources of a step's samples."""
     names = [name for name in step if name.startswith("reward/") and name.endswith("/max")]
     return [name.removeprefix("reward/").removesuffix("/max") for name in names]
+
+
+def number(step, name) -> float:
+    """A metric, or NaN if it is off or missing. Every comparison with NaN is False."""
+    value = step.get(name)
+    return math.nan if value is None else value
 
 
 def is_same(a: float, b: float) -> bool:
@@ -126,6 +136,8 @@ def problems(step, run) -> Iterator[tuple[str, str]]:
         yield "unchanged_push", f"updates of learning rate {step['lr']:g} have changed no weight that vLLM samples with"
     if run.idle_steps > 0:
         yield "nothing_learnt", why_idle(step, run.cfg.train.patience)
+    else:
+        yield from problems_of_machine(step, run)
 
 
 def problems_of_rewards(step, run):
@@ -139,7 +151,7 @@ def problems_of_rewards(step, run):
         yield "one_reward", f"every reward was the same so far: {values}"
 
     # Answers of different rewards, in most steps, have become answers of one reward that is not the best.
-    differed = run.has_signal and median(run.spreads[-100:-5] or [0.0]) > 1e-9
+    differed = run.has_signal and median(run.past["reward/std"][-100:-5] or [0.0]) > 1e-9
     if differed and step["reward/std"] <= 1e-9 and not run.has_converged():
         before = max(run.best.values())
         yield "collapsed_rewards", f"every reward is {step['reward/mean']:g} now, and was up to {before:g} before"
@@ -153,10 +165,41 @@ def problems_of_answers(step, run):
         yield "all_empty", f"every answer is empty: its first token ends it, an end token or one of rollout's {stops}"
 
 
+def problems_of_machine(step, run):
+    """GPUs that wait, memory that swings, uneven experts, gradients that explode."""
+    busy = number(step, "busy_frac")
+    if busy < 0.5:
+        parts = {name: step[name] for name in step if name.startswith("idle/")}
+        parts |= {name: number(step, name) / number(step, "time/step") for name in NO_GPU}
+        largest = max(parts, key=parts.get)
+        yield "idle_gpus", f"ranks compute in {busy:.0%} of a step; the largest of the rest is {largest}"
+
+    # Up and down by a fifth: neither a trend nor one larger step.
+    peaks = run.past["mem/train_peak_gb"][-10:]
+    low, high = min(peaks, default=0.0), max(peaks, default=0.0)
+    moved = sum(abs(b - a) for a, b in pairwise(peaks))
+    if high - low > max(0.2 * high, 1.0) and moved >= 3 * (high - low):
+        yield "memory_swings", f"the memory of training swings between {low:.1f} and {high:.1f} GiB within ten steps"
+
+    # By far more than at the start, or whatever the start was.
+    load = number(step, "moe/load")
+    first = median(run.past["moe/load"][:10] or [math.inf])
+    if load >= min(2 * first, 5):
+        yield "uneven_experts", f"the busiest expert of a layer gets {load:.1f} times the mean number of tokens"
+
+    norm = number(step, "grad_norm")
+    usual = median(run.past["grad_norm"][-100:-1] or [math.inf])
+    if norm >= 10 * usual > 0 and norm > (run.cfg.train.clip_grad or 1.0):
+        yield "exploding_gradients", f"the norm of the gradient is {norm:.3g}, {norm / usual:.0f} times its median"
+
+
 LOWER = "a lower train.lr, from an earlier checkpoint"
 ROUNDS = "algo.max_rounds=4 (dynamic sampling)"
 EASIER = "data that the model sometimes gets right"
 LONGER = "a larger rollout.max_new_tokens"
+BIGGER = "a larger rollout.prompts_per_step"
+FULL = "megatron.recompute_granularity=full"
+NO_GPU = ("time/reward", "time/other", "time/save")  # phases in which a rank's GPU has no work
 RULES = {  # rule → for how many steps in a row it has to hold, what to turn; one_reward counts five steps itself
     "one_reward": (1, ["data.answer_key", "reward.default or reward.by_source", LONGER, EASIER]),
     "collapsed_rewards": (5, [LOWER, "algo.kl_coef=0.001", "a small algo.entropy_coef"]),
@@ -164,5 +207,9 @@ RULES = {  # rule → for how many steps in a row it has to hold, what to turn; 
     "no_end_token": (5, [LONGER, "data.chat_template", "rollout.stop_token_ids", "rollout.stop"]),
     "all_empty": (3, ["data.chat_template", "reward.default, if it prefers an empty answer", "rollout.stop", LOWER]),
     "unchanged_push": (3, ["a higher train.lr", "model.dtype=fp32"]),
+    "idle_gpus": (10, ["more reward.workers", BIGGER, "a larger train.save_every", "a smaller rollout.max_new_tokens"]),
+    "memory_swings": (1, ["a lower train.max_tokens_per_micro_batch, so that rows are full", FULL, BIGGER]),
+    "uneven_experts": (10, ["megatron.moe_aux_loss_coeff=0.001", "a smaller parallel.ep", "a lower train.lr"]),
+    "exploding_gradients": (3, [LOWER, "a lower train.clip_grad", "algo.dual_clip=3", "algo.kl_coef=0.001"]),
     "nothing_learnt": (5, [EASIER, ROUNDS, "a larger rollout.group_size", "train.patience=0, which never ends it"]),
 }

@@ -235,6 +235,8 @@ def time_metrics(collected: Collected, reports: list[dict], seconds: dict[str, f
     numbers["speed/response_tokens_per_s"] = model_lengths(collected.samples).sum() / seconds["step"]
     numbers["speed/samples_per_s"] = len(collected.samples) / seconds["step"]
     numbers["idle_frac"] = sum(idle.values()) / seconds["step"]
+    without_gpu = sum(numbers[f"time/{phase}"] for phase in ("reward", "other", "save"))
+    numbers["busy_frac"] = max(1 - numbers["idle_frac"] - without_gpu / seconds["step"], 0.0)
     return numbers | {f"idle/{cause}": lost / seconds["step"] for cause, lost in idle.items()}
 
 

@@ -1,8 +1,10 @@
 """A run that cannot learn warns within a few steps, and ends if nothing could change that. No healthy run does."""
 
 import json
+import math
 import re
 
+import numpy as np
 import pytest
 
 from config import Config
@@ -17,6 +19,7 @@ HEALTHY = {
     "reward/mean": 0.5, "reward/std": 0.5, "reward/a/mean": 0.5, "reward/a/max": 1.0, "groups/zero_std_frac": 0.2,
     "advantage/nonzero_frac": 0.8, "update/applied": 1, "lr": 1e-6, "tokens/truncated_frac": 0.1,
     "tokens/response_max": 90.0, "sync/changed": 1.0,
+    "busy_frac": 0.8, "grad_norm": 0.3, "moe/load": 1.5, "mem/train_peak_gb": 40.0,
 }  # fmt: skip
 SKIPPED = {"groups/zero_std_frac": 1.0, "advantage/nonzero_frac": 0.0, "update/applied": 0, "sync/changed": 0.0}
 
@@ -43,6 +46,11 @@ CASES = [  # rule, calm steps before, the step, how many of it, keys
     ("no_end_token", 0, {"tokens/truncated_frac": 1.0}, 5, {}),
     ("all_empty", 9, {"tokens/response_max": 1.0, "tokens/truncated_frac": 0.0}, 3, {}),
     ("unchanged_push", 9, {"sync/changed": 0.0}, 3, {}),
+    ("idle_gpus", 9, {"busy_frac": 0.4}, 10, {}),
+    ("uneven_experts", 9, {"moe/load": 3.1}, 10, {}),
+    ("uneven_experts", 0, {"moe/load": 5.0}, 10, {}),
+    ("exploding_gradients", 9, {"grad_norm": 4.0}, 3, {}),
+    ("exploding_gradients", 9, {"grad_norm": 4.0}, 3, {"train__clip_grad": 0.0}),
     ("nothing_learnt", 9, {"lr": 0.0, "reward/mean": 0.1}, 5, {}),
     ("nothing_learnt", 0, {**all_equal(0.0), "update/applied": 1}, 5, {"algo__kl_coef": 0.001}),
 ]
@@ -63,8 +71,44 @@ def test_every_rule_names_keys_that_exist():
     assert len(keys) >= 30 and keys <= legal_keys()
 
 
-def test_calm_runs_are_left_alone():
-    assert advise([{}] * 200)[0] == {}
+def column(name, values):
+    """Steps in which one metric has these values."""
+    return [{name: value} for value in values]
+
+
+CALM = {
+    "healthy": [{}] * 200,
+    "metrics that are off": [{"moe/load": None, "mem/train_peak_gb": None, "busy_frac": None, "grad_norm": None}] * 50,
+    "memory that grows with the answers": column("mem/train_peak_gb", np.linspace(20, 60, 30)),
+    "one large step": column("mem/train_peak_gb", [40.0] * 9 + [70.0] + [40.0] * 30),
+    "less than a fifth": column("mem/train_peak_gb", [40.0, 48.0] * 20),
+    "of a small model": column("mem/train_peak_gb", [1.0, 1.9] * 20),
+    "load of trained experts": column("moe/load", [3.0, 4.9] * 20),
+    "the first signal": column("grad_norm", [0.0] * 10 + [0.01] * 20 + [0.9] * 20),
+    "single spikes": column("grad_norm", ([0.3] * 8 + [30.0] * 2) * 10),
+    "overflows": column("grad_norm", [math.inf, math.nan] + [0.3] * 20),
+    "saves": column("busy_frac", ([0.8] * 5 + [0.2] * 5) * 5),
+}
+
+
+@pytest.mark.parametrize("name", CALM)
+def test_calm_runs_are_left_alone(name):
+    assert advise(CALM[name])[0] == {}
+
+
+UNEVEN = [40.0, 60.0, 35.0, 55.0, 42.0, 61.0, 38.0, 57.0]
+
+
+@pytest.mark.parametrize("peaks", [[40.0, 52.0] * 6, [30.0, 30.0, 44.0, 44.0] * 3, UNEVEN])
+def test_memory_that_swings(peaks):
+    assert advise(column("mem/train_peak_gb", peaks))[0]["memory_swings"] <= 10
+
+
+def test_a_gradient_that_doubles_and_where_time_goes():
+    assert advise(column("grad_norm", [0.3 * 2**n for n in range(12)]))[0] == {"exploding_gradients": 9}
+    waits = {"busy_frac": 0.3, "idle/grading": 0.5, "time/save": 2.0, "time/step": 10.0}
+    text = advise([waits] * 9)[1].add({"step": 10} | HEALTHY | waits)["idle_gpus"]
+    assert "ranks compute in 30% of a step; the largest of the rest is idle/grading" in text
 
 
 def test_a_source_is_told_alone_and_the_cause_names_the_key():

@@ -19,6 +19,7 @@ from grpo.run.preflight import configuration, run_plan
 from tests.conftest import REPO, refused, tiny_config, tiny_model
 from tests.fork_server import free_port
 from tests.museum import Exhibit
+from tests.oracle.layouts import FULL
 
 CONFIG = str(REPO / "configs/tiny.yaml")
 
@@ -113,6 +114,9 @@ def test_the_plan_tells_what_will_be_slow(command, monkeypatch):
     few = ("rollout.prompts_per_step=1", "rollout.group_size=3", "train.max_tokens_per_micro_batch=64")
     (line,) = run_plan.warnings(tiny_config("parallel.pp=4", *few), world_size=4)
     assert "3 samples a replica for parallel.pp=4 stages, which idle at least 50% of it" in line
+    for keys, count in (["parallel.pp=4"], 0), (["parallel.pp=8"], 1), (["parallel.pp=8", *FULL], 0):
+        found = run_plan.warnings(tiny_config(*keys), 8)
+        assert sum("the first of parallel.pp=8 stages keeps" in text for text in found) == count
     code, text = command("--dry-run", "train.max_tokens_per_micro_batch=6145")
     assert code == 0 and re.search("warning: .* at most 3072 tokens a replica.* rollout.prompts_per_step", text), text
     assert "warning" not in command("--dry-run", "train.max_tokens_per_micro_batch=6144")[1]

@@ -94,6 +94,11 @@ def warnings(cfg, world_size) -> list[str]:
             f"an update has {samples} samples a replica for parallel.pp={p.pp} stages, which idle at least "
             f"{bubble(max(samples, 1), p):.0%} of it: {more_samples} or parallel.tp instead of parallel.pp"
         )
+    if p.pp > 4 and not {"recompute_granularity", "moe_layer_recompute"} & cfg.megatron.keys():
+        found.append(
+            f"the first of parallel.pp={p.pp} stages keeps the activations of {p.pp} micro-batches: try "
+            "megatron.recompute_granularity=full megatron.recompute_method=uniform megatron.recompute_num_layers=1"
+        )
     if tokens < t.max_tokens_per_micro_batch / 2:
         found.append(
             f"an update has at most {tokens} tokens a replica, less than half of train.max_tokens_per_micro_batch: "
