@@ -195,6 +195,7 @@ class TrainConfig(Section):
     share_prompts: bool = True  # compute a prompt once for its answers in a row: docs/shared-prompts.md
     # offloaded while vLLM samples; optimizer: its state and the gradients; null: grads on a GPU, none on a CPU
     offload: Literal["none", "grads", "optimizer"] | None = None
+    gpu_reserve: Share = 0.1  # share of a GPU that the memory plan leaves for what it does not count, such as NCCL
 
     # checkpoints, exports, evaluations
     save_every: Whole = 20  # steps between checkpoints, the last at the end; 0: only where a signal stops the run

@@ -45,7 +45,9 @@ def test_a_config_dry_runs(path, more, tiny, tmp_path, monkeypatch, capsys):
     if cfg.data.eval is not None:
         data.append(f"data.eval={rows}")
 
-    command = ["--config", str(path), "--dry-run", "--world-size", str(ranks), "--gpu-memory-gb", "80"]
+    size = re.search(r"GPUs of (\d+) GB", path.read_text())
+    memory = size[1] if size else "80"
+    command = ["--config", str(path), "--dry-run", "--world-size", str(ranks), "--gpu-memory-gb", memory]
     assert train_grpo.main([*command, *shapes, *data, *more.split()]) == 0, capsys.readouterr().err
     out = capsys.readouterr().out
     assert "200 prompts" in out and "does not fit" not in out and "no room" not in out

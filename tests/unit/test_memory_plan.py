@@ -204,13 +204,14 @@ def test_config_json_alone_is_enough_for_a_plan(tmp_path, capfd, offline):
 def test_what_does_not_fit_is_told_with_what_to_turn(tmp_path):
     folder = hub_models.model_folder("Qwen/Qwen2.5-7B-Instruct", tmp_path)
 
-    def shortage(share):
-        return plan.report(
-            load_config(QWEN, [f"model.path={folder}", f"rollout.gpu_memory_utilization={share}"]), 8, 80
-        )
+    def shortage(share, *more):
+        keys = [f"model.path={folder}", f"rollout.gpu_memory_utilization={share}", *more]
+        return plan.report(load_config(QWEN, keys), 8, 80)
 
     first, *turn = shortage("0.8").splitlines()
     assert re.fullmatch(r"the plan does not fit a GPU of 80.0 GB: rollout by 11.0 GB, save by \d+.\d GB", first)
     assert [line.split(":")[0] for line in turn] == ["  rollout", "  save"]
     assert all("turn one of " in line and "rollout.gpu_memory_utilization down" in line for line in turn)
+    assert "rollout by 19.0 GB" in shortage("0.8", "train.gpu_reserve=0.2")
+    assert "rollout by 3.0 GB" in shortage("0.8", "train.gpu_reserve=0")
     assert "no room for one sample of 2048 tokens" in shortage("0.1")

@@ -2,7 +2,7 @@
 
 `--dry-run` of train_grpo.py runs it. What a rank keeps is counted to the byte: Megatron's own model, buffers and
 distributed optimizer are built on torch's meta device, where tensors take no memory, in a fake process group. Transient
-memory follows from formulas, and RESERVE stands for what has none. Sizes are bytes until they are printed.
+memory follows from formulas, and train.gpu_reserve stands for what has none. Sizes are bytes until they are printed.
 docs/dev/memory-plan.md is about it.
 """
 
@@ -30,8 +30,6 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 GB = 10**9
 GPU_BYTES = 80 * GB  # if there is no GPU to ask
-# Of a GPU, for CUDA, NCCL and cuBLAS, vLLM's CUDA graphs, fragments and merged adapters: assumed, not measured.
-RESERVE = 0.1
 META = torch.device("meta")
 LOGIT = 12  # bytes for each logit of a chunk at the peak without Triton; its gradient is written over it
 BLOCK = 16  # tokens of a block of vLLM's KV cache, or a multiple
@@ -143,7 +141,7 @@ def stage_phases(hf, cfg, world_size, stage, held: Held, vllm: Sampling, gpu) ->
         "sync": state["sync"] | {"vLLM": vllm.weights + vllm.loading, "bucket": held.push},
         "save": state["save"] | {"vLLM": share, "copies": held.export},
     }
-    return {phase: parts | {"reserve": int(RESERVE * gpu)} for phase, parts in phases.items()}
+    return {phase: parts | {"reserve": int(t.gpu_reserve * gpu)} for phase, parts in phases.items()}
 
 
 def held_in(phase, held: Held, cfg, world_size) -> dict[str, int]:
