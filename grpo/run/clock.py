@@ -53,8 +53,7 @@ class Clock:
         self.watchdog.enter(phase)
         self.memory.enter(phase)
         start = time.perf_counter()
-        is_recorded = self.profiler and self.profiler.torch
-        with torch.profiler.record_function(phase) if is_recorded else contextlib.nullcontext():
+        with self.profiler.range(phase) if self.profiler else contextlib.nullcontext():
             yield
             if torch.cuda.is_available():
                 torch.cuda.synchronize()

@@ -29,7 +29,8 @@ SOUND = {
         "torchvision": "0.28.0", "torchaudio": None, "torchcodec": None,
     },
     "torch": {
-        "import_error": None, "cuda_error": None, "cuda": "13.0", "kernels": ["sm_75", "sm_90a"], "products": {},
+        "import_error": None, "cuda_error": None, "cuda": "13.0", "nccl": "2.29.3", "products": {},
+        "kernels": ["sm_75", "sm_90a"],
         "gpus": [{"name": "NVIDIA H100 80GB HBM3", "bytes": 85 << 30, "capability": "9.0"} for _ in range(2)],
     },
     "smi": {
@@ -66,6 +67,7 @@ FAULTS = {  # name → (what differs from SOUND, (item, verdict, what is found a
         {"smi.gpus": [], "smi.links": [], "smi.error": "exit code 18: Driver/library version mismatch"},
         ("driver", STOP, "Driver/library version mismatch → .*reboot"),
     ),
+    "no NCCL": ({"torch.nccl": None}, ("NCCL", WARN, "a build without it → several GPUs need it")),
     "an old GPU": ({"torch.gpus.0.capability": "7.5"}, ("compute capability", STOP, "7.5; .* → .*A100")),
     "a lost GPU": ({"torch.gpus": SOUND["torch"]["gpus"][:1]}, ("GPUs", WARN, "2 are in this machine → .*dmesg")),
     "no compiler": ({"build_tools.C compiler": None}, ("C compiler, Python.h", STOP, "no C compiler → .*apt-get")),
@@ -112,6 +114,12 @@ def test_each_fault_is_told_and_nothing_else(fault, monkeypatch, capsys):
     stops = sum(verdict == STOP for _, verdict, _ in wanted)
     assert main([]) == int(stops > 0)
     assert f"rows: {stops} would stop a run" in capsys.readouterr().out
+
+
+def test_the_version_of_nccl_is_shown():
+    assert ("NCCL", "2.29.3") in [row[:2] for row in rows(SOUND)]
+    cpu = changed({"torch.cuda": None, "torch.nccl": None, "smi.gpus": [], **UNSEEN})
+    assert "NCCL" not in [row.item for row in rows(cpu)]
 
 
 def test_it_reads_what_nvidia_smi_prints(tmp_path, monkeypatch):

@@ -7,6 +7,8 @@ import os
 import shutil
 import socket
 import threading
+import time
+from collections import defaultdict
 from datetime import timedelta
 from pathlib import Path
 
@@ -23,6 +25,7 @@ from grpo.run.preflight.explain import HOST_MEMORY
 from grpo.step import teacher
 
 OF_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+CLOCKS_APART_S = 1.0  # of two machines: beyond it their logs are hard to compare
 GROUP_CHECK_S = 120.0  # for the first all-reduce of a process group
 ON_GPUS_ONLY = ("quantization", "enable_expert_parallel", "enable_sleep_mode", "enable_chunked_prefill")
 
@@ -101,6 +104,19 @@ def check_ranks(config: dict, key, data: dict[str, str]):
 
     if dist.get_rank() == 0 and len(set(machines)) > 1:
         print(f"machines: {ranks.describe(machines)}", flush=True)
+
+
+def check_clocks():
+    """A warning if the clocks of machines differ. All ranks call this together, just after another collective."""
+    clocks = defaultdict(list)
+    for machine, now in ranks.gather((socket.gethostname(), time.time())):
+        clocks[machine].append(now)
+
+    first = {machine: min(times) for machine, times in clocks.items()}  # a busy rank can only be late
+    apart = max(first.values()) - min(first.values())
+    if apart > CLOCKS_APART_S and dist.get_rank() == 0:
+        ahead, behind = max(first, key=first.get), min(first, key=first.get)
+        print(f"warning: the clock of {ahead} is {apart:.1f} s ahead of {behind}'s: synchronise them (NTP)", flush=True)
 
 
 def check_first_host(cfg):
