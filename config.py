@@ -195,6 +195,7 @@ class TrainConfig(Section):
     share_prompts: bool = True  # compute a prompt once for its answers in a row: docs/shared-prompts.md
     # offloaded while vLLM samples; optimizer: its state and the gradients; null: grads on a GPU, none on a CPU
     offload: Literal["none", "grads", "optimizer"] | None = None
+    offload_activations: bool = False  # to the host, between forward and backward pass; without effect on a CPU
     gpu_reserve: Share = 0.1  # share of a GPU that the memory plan leaves for what it does not count, such as NCCL
 
     # checkpoints, exports, evaluations
@@ -281,6 +282,12 @@ class Config(Section):
     def shares_prompts(self) -> bool:
         """Whether answers share their prompt's positions. The balancing loss of experts would count these once."""
         return self.train.share_prompts and not self.megatron.get("moe_aux_loss_coeff")
+
+    @property
+    def for_megatron(self) -> dict[str, Any]:
+        """Fields of Megatron-core's config classes. The fusion marks weights, which hooks of saved tensors hide."""
+        unfused = {"gradient_accumulation_fusion": False} if self.train.offload_activations else {}
+        return self.megatron | unfused
 
     @property
     def norm_length(self) -> int:

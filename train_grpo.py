@@ -57,7 +57,7 @@ from grpo.parts.base.read_config import override
 from grpo.parts.data.prompts import Prompt, prompt_batch, sampling_seed
 from grpo.parts.model import checkpoint, fp16, optimizer_state, routes
 from grpo.parts.model.head import token_logprobs
-from grpo.parts.model.offload import offload_state
+from grpo.parts.model.offload import offload_state, offloaded_activations
 from grpo.run import evaluation, guard, launch, logs
 from grpo.run.clock import Clock, StopRequested
 from grpo.run.inputs import with_steps
@@ -134,7 +134,7 @@ def build(cfg: Config, inputs: launch.Inputs, clock: Clock) -> Run:
         inputs.model_path,
         cfg.parallel,
         bridge.DTYPES[m.dtype],
-        cfg.megatron,
+        cfg.for_megatron,
         m.fp32_head,
         adapters=cfg.lora,
         match_engine=m.match_engine,
@@ -601,7 +601,8 @@ def forward_backward(
 ) -> dict[str, float]:
     """Accumulate an update's gradient in Megatron's buffers. Returns its report, of all ranks except measure_rows."""
     bridge.zero_gradients(model, optimizer)
-    reports = run_schedule(model, micro_batches, cfg.rollout.temperature, partial(grpo_loss, algo=cfg.algo))
+    with offloaded_activations(model, cfg.train.offload_activations):
+        reports = run_schedule(model, micro_batches, cfg.rollout.temperature, partial(grpo_loss, algo=cfg.algo))
 
     report = metrics.add_up(reports) | measure_rows(micro_batches, cfg)
     report["grad_norm"] = math.nan  # until the optimizer has stepped

@@ -175,6 +175,15 @@ def test_recomputed_layers_keep_their_input(kept):
     assert kept(*FULL, "megatron.recompute_num_layers=8") == 3 * 896
 
 
+def test_offloaded_activations_leave_two_layers_of_them(tmp_path):
+    """What the layer at work keeps, and its gradients."""
+    folder = hub_models.model_folder("Qwen/Qwen2.5-7B-Instruct", tmp_path)
+    cfg = load_config(QWEN, [f"model.path={folder}", "train.offload_activations=true"])
+    layer = 2 * cfg.train.max_tokens_per_micro_batch * plan.stage_elements(read_config(folder), cfg, 0)[0]
+    assert plan.activation_bytes(read_config(folder), cfg, 0)[0] == 0
+    assert plan.activation_bytes(read_config(folder), cfg, 0)[1] >= 2 * int(layer)
+
+
 def test_states_of_linear_attention_in_vllms_cache(tmp_path):
     """vLLM logs 528 tokens for a block of this shape: as many as hold a state, in multiples of 16."""
     folder = hub_models.model_folder("Qwen/Qwen3.5-4B", tmp_path)

@@ -10,7 +10,7 @@ import megatron_bridge as bridge
 from config import UserError
 from grpo.parts.base.read_config import override
 from grpo.parts.engine.vllm_process import engine_options
-from grpo.parts.model import head, layers
+from grpo.parts.model import head, layers, offload
 from grpo.parts.model.optimizer_state import main_weights
 from grpo.run.preflight import options
 from grpo.step.packing import pack
@@ -18,7 +18,7 @@ from tests.checkpoint_worker import TRAIN, made_up_update
 from tests.compare_runs import lasting
 from tests.conftest import REPO, build_model, check_state, tiny_config, tiny_model, wrap
 from tests.layout_worker import equal, one_layout
-from tests.oracle.layouts import make_plan, run_worker
+from tests.oracle.layouts import FULL, make_plan, run_worker
 from tests.oracle.reference import relative
 from train_grpo import Sample, flatten
 
@@ -92,6 +92,30 @@ def test_gradients_that_products_add_to_main_grad_are_the_same(world, tmp_path, 
     wrap(monkeypatch, apex, "wgrad_gemm_accum_fp32", lambda function, *args: added.append(function(*args)))
     check_same(plain, one_layout(plan, "overlap"))
     assert added
+
+
+@pytest.mark.parametrize("family", EVERYTHING)
+def test_offloaded_activations_change_no_bit(world, tmp_path, monkeypatch, family):
+    """Also those that are recomputed; every activation of a tiny model is small."""
+    packed = []
+
+    class Counted(offload.save_on_cpu):
+        def __init__(self, **options):
+            super().__init__(**options)
+            pack = self.pack_hook
+            self.pack_hook = lambda tensor: packed.append(tensor.shape) or pack(tensor)
+
+    monkeypatch.setattr(offload, "SMALLEST", 0)
+    monkeypatch.setattr(offload, "save_on_cpu", Counted)
+    on = "train.offload_activations=true"
+    layouts = {"plain": [], "offloaded": [on], "full": FULL, "offloaded full": [on, *FULL]}
+    plan = make_plan(tmp_path, family, layouts=layouts)
+    found, counts = {}, {}
+    for name in layouts:
+        packed.clear()
+        found[name], counts[name] = one_layout(plan, name), len(packed)
+    assert equal(found["plain"], found["offloaded"]) and equal(found["full"], found["offloaded full"])
+    assert counts["plain"] == counts["full"] == 0 < 4 * counts["offloaded full"] < counts["offloaded"], counts
 
 
 @pytest.mark.slow

@@ -1,8 +1,14 @@
-"""Offload gradients, which are just freed, and optimizer state while vLLM samples, when nothing reads them."""
+"""Offload gradients, which are just freed, and optimizer state while vLLM samples, when nothing reads them. Offload
+activations between forward and backward pass.
+"""
 
+import contextlib
 from collections.abc import Iterator
 
 import torch
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+
+SMALLEST = 1 << 20  # bytes of an activation that is offloaded: a copy takes time
 
 
 def state_shards(optimizer) -> Iterator[torch.Tensor]:
@@ -39,3 +45,25 @@ def take_back_state(optimizer):
             shard.untyped_storage().resize_(shard.numel() * shard.element_size())
             shard.data.copy_(shard.host, non_blocking=True)
             del shard.host  # `pinned` keeps the buffer
+
+
+def offloaded_activations(model: list, offload: bool):
+    """Inside, what autograd keeps for the backward pass waits on the host. On a CPU nothing moves.
+
+    Weights and their views stay where they are, as does what a backward pass recomputes and reads at once.
+    """
+    if not offload:
+        return contextlib.nullcontext()
+    weights = {weight.untyped_storage().data_ptr() for chunk in model for weight in chunk.parameters()}
+    host = save_on_cpu(pin_memory=True)
+
+    def pack(tensor):
+        is_backward = torch._C._current_graph_task_id() != -1
+        if is_backward or tensor.nbytes < SMALLEST or tensor.untyped_storage().data_ptr() in weights:
+            return tensor
+        return host.pack_hook(tensor)
+
+    def unpack(packed):
+        return packed if isinstance(packed, torch.Tensor) else host.unpack_hook(packed)
+
+    return saved_tensors_hooks(pack, unpack)

@@ -321,6 +321,8 @@ def activation_bytes(hf, cfg, stage) -> tuple[int, int]:
         groups = [sum(layers[i : i + size]) for i in range(0, len(layers), size)]
         kept = len(groups) * residual(hf, p)
         within += max(groups, default=0.0)
+    if cfg.train.offload_activations:  # the layer at work alone has them on the GPU; the host's are not counted
+        in_flight, within = 0, within + max(layers, default=0.0)
 
     row = cfg.train.max_tokens_per_micro_batch // p.cp * item_size(cfg)
     return int(in_flight * kept * row), int(within * row)
