@@ -154,6 +154,8 @@ def transformer_config(
     if match_engine:
         settings |= matched.OPTIONS
     settings |= options_for(TransformerConfig, extra)
+    if settings["moe_token_dispatcher_type"] == "allgather":  # its rows have one length: packing.py
+        settings["variable_seq_lengths"] = False
     return TransformerConfig(**settings)
 
 

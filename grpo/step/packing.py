@@ -44,7 +44,8 @@ def to_micro_batches(batch: Batch, samples: list[int], max_tokens: int, cfg: Con
     for members in bins:
         computed = batch.lengths_N[members] - shared_positions(batch, members, cfg.shares_prompts)
         widths.append(max(1, math.ceil(computed.sum() / multiple)) * multiple)
-    if cfg.parallel.vpp > 1:  # the interleaved schedule needs rows of one length
+    # The interleaved schedule needs rows of one length, as does a dispatcher that gathers the rows of several replicas.
+    if cfg.parallel.vpp > 1 or cfg.megatron.get("moe_token_dispatcher_type") == "allgather":
         widths = [max(widths)] * len(bins)
 
     rank = bridge.mpu.get_data_parallel_rank()

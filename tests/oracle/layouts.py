@@ -28,6 +28,7 @@ CONFIGS = {
 }  # fmt: skip
 OVERLAP = ["megatron.overlap_grad_reduce=true", "megatron.overlap_param_gather=true"]
 FULL = [f"megatron.recompute_{k}" for k in ("granularity=full", "method=uniform", "num_layers=1")]
+GATHER = "megatron.moe_token_dispatcher_type=allgather"
 STAGES = "megatron.pipeline_model_parallel_layout"
 LAYOUTS = {  # on 4 ranks
     "DP4": [],
@@ -54,6 +55,9 @@ MOE_LAYOUTS = {
     "EP2·TP2·ETP2·DP2": ["parallel.ep=2", "parallel.tp=2", "parallel.etp=2"],
     "PP2·EP2·DP2": ["parallel.pp=2", "parallel.ep=2"],
     "CP2·EP2·DP2": ["parallel.cp=2", "parallel.ep=2"],
+    "EP4·DP4, allgather": ["parallel.ep=4", GATHER],
+    "PP2·EP2·DP2, allgather": ["parallel.pp=2", "parallel.ep=2", GATHER],
+    "EP2·TP2·ETP2·DP2, allgather": ["parallel.ep=2", "parallel.tp=2", "parallel.etp=2", GATHER],
 }
 
 
@@ -143,7 +147,14 @@ def check_held(held, plan, layout):
 # In `make test`: each axis, and each pair of axes that meets in one tensor or one schedule.
 QUICK = {
     "qwen2": ("TP2·DP2, without SP", "TP2·CP2", "TP4", "PP2·CP2", "TP2·PP2·VPP2, overlap, full recompute"),
-    "qwen3_moe": ("EP4·DP4, overlap", "EP2·TP2·ETP1·DP2", "EP2·TP2·ETP2·DP2", "PP2·EP2·DP2", "CP2·EP2·DP2"),
+    "qwen3_moe": (
+        "EP4·DP4, overlap",
+        "EP2·TP2·ETP1·DP2",
+        "EP2·TP2·ETP2·DP2",
+        "PP2·EP2·DP2",
+        "CP2·EP2·DP2",
+        "PP2·EP2·DP2, allgather",
+    ),
     "qwen3_5_text": ("TP2·CP2",),
 }
 CASES = [

@@ -36,7 +36,9 @@ TAUGHT = "algo.teacher=self; data.hint_key=answer"
 MEGATRON = {
     "lr=1": "use train.lr",
     "loss_scale=8": "only fp16 needs a loss scale; leave it out, or use model.dtype=fp16",
-    "moe_token_dispatcher_type=flex": "see docs/options.md; the fields that may be set are adam_eps, ",
+    "moe_token_dispatcher_type=flex": "must be 'alltoall' or 'allgather'",
+    "moe_token_dispatcher_type=allgather": "is a Qwen2ForCausalLM, which has no experts",
+    "moe_permute_fusion=true": "see docs/options.md; the fields that may be set are adam_eps, ",
     "optimizer_offload_fraction=0.5": "no effect without megatron.optimizer_cpu_offload=True",
     "optimizer_cpu_offload=true": "use model.dtype=bf16",
     "recompute_method=uniform": "no effect without megatron.recompute_granularity='full'",

@@ -73,6 +73,8 @@ def why_not(cfg, hf) -> str | None:
     for key, value in options.items():
         if value:
             return f"{key}={value} makes the two compute different functions; leave it out"
+    if cfg.megatron.get("moe_token_dispatcher_type") == "allgather":
+        return "megatron.moe_token_dispatcher_type=allgather adds up experts in another order; leave it out"
 
     # A bound is of no use if nothing may differ.
     for key in BOUNDS:

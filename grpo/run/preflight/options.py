@@ -31,6 +31,7 @@ MEGATRON_TYPES = {
     "loss_scale_window": COUNT,
     "min_loss_scale": SCALE,
     "moe_aux_loss_coeff": Annotated[float, Field(ge=0)],
+    "moe_token_dispatcher_type": Literal["alltoall", "allgather"],  # flex needs DeepEP
     "optimizer_offload_fraction": Annotated[float, Field(gt=0, le=1)],
     "pipeline_model_parallel_layout": str | list | None,
     "recompute_num_layers": COUNT | None,
