@@ -110,6 +110,7 @@ def test_offloaded_activations_change_no_bit(world, tmp_path, monkeypatch, famil
     on = "train.offload_activations=true"
     layouts = {"plain": [], "offloaded": [on], "full": FULL, "offloaded full": [on, *FULL]}
     plan = make_plan(tmp_path, family, layouts=layouts)
+
     found, counts = {}, {}
     for name in layouts:
         packed.clear()
