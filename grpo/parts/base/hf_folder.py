@@ -53,10 +53,10 @@ def check_found(path: str, key: str):
     except Exception as error:  # of the hub, or of the network, whose classes depend on the client
         said = " ".join(str(error).split())[:200]
         raise ValueError(
-            f"{key}={path}: there is no folder {Path(path).absolute()}, and the hub does not give a model of this name "
-            f"({type(error).__name__}: {said}{show_kind([path])}). Give the folder of a model on this machine, "
-            f"{key}=FOLDER, with config.json, the tokenizer's files and safetensors, or a name such as "
-            "Qwen/Qwen2.5-0.5B-Instruct"
+            f"{key}={path}: there is no folder {Path(path).absolute()}; `make llm` makes build/smollm2/model, `make "
+            f"demo` build/tiny/model. The hub gives no such model ({type(error).__name__}: {said}{show_kind([path])}). "
+            f"Give the folder of a model, {key}=FOLDER, with config.json, tokenizer and safetensors, or a name like "
+            "Qwen/Qwen2.5-0.5B"
         ) from None
 
 
