@@ -76,7 +76,7 @@ VLLM = {
         ("rollout.vllm.halt=8", ["unknown key 'rollout.vllm.halt'; it must be one of EngineArgs of vLLM"]),
         ("parallel.vpp=2", ["parallel.vpp=2", "needs parallel.pp above 1"]),
         ("reward.by_source.math=custm", ["reward.by_source.math", "custm"]),
-        ("model.path=build/smollm2/none", ["no folder /", "none; `make llm` makes build/smollm2/", "model.path=FOLDER"]),
+        ("model.path=build/smollm2/none", ["no folder /", "none; `make llm` makes build/smollm", "model.path=FOLDER"]),
         ("data.train=nowhere.jsonl", ["data.train", "nowhere.jsonl"]),
         ("profile.start=4", ["profile.start=4 is after profile.stop=0"]),
         (f"data.max_prompt_tokens=4000; {ROOM}", ["beyond max_position_embeddings=2048"]),
