@@ -109,24 +109,35 @@ def read_tests(candidate: Any) -> dict | None:
     return candidate if candidate.get("tests") or candidate.get("inputs") else None
 
 
-def share_passed(program: str, found: dict, partial: bool, **limits) -> float:
-    """1 if the program passes all tests, else 0. With `partial`: the share that it passes. Raises as sandbox.run."""
+def check_row(answer: str, row: dict):
+    """Raises ValueError for a row whose tests cannot be run. The start calls it for some rows."""
+    cases_of(find_tests(row, answer))
+
+
+def cases_of(found: dict) -> list:
+    """Each test of a row, or each pair of an input and its output. Raises ValueError."""
     if found.get("tests"):
         cases = listed(found["tests"])
         if not all(isinstance(test, str) for test in cases):
             raise ValueError("a test in `tests` is a text of Python, such as an assert statement")
-        passed = count_passed(program, [steps_of(test) for test in cases], **limits)
-    else:
-        inputs, outputs = listed(found["inputs"]), listed(found.get("outputs"))
-        if len(inputs) != len(outputs):
-            raise ValueError(f"the row has {len(inputs)} `inputs` and {len(outputs)} `outputs`: give a list of each")
-        cases = list(zip(inputs, outputs, strict=True))
-        if found.get("fn_name"):
-            calls = [[call(program, found["fn_name"], *case)] for case in cases]
-            passed = count_passed(program, calls, **limits)
-        else:
-            passed = count_printed(program, cases, partial, **limits)
+        return cases
 
+    inputs, outputs = listed(found["inputs"]), listed(found.get("outputs"))
+    if len(inputs) != len(outputs):
+        raise ValueError(f"the row has {len(inputs)} `inputs` and {len(outputs)} `outputs`: give a list of each")
+    return list(zip(inputs, outputs, strict=True))
+
+
+def share_passed(program: str, found: dict, partial: bool, **limits) -> float:
+    """1 if the program passes all tests, else 0. With `partial`: the share that it passes. Raises as sandbox.run."""
+    cases = cases_of(found)
+    if found.get("tests"):
+        passed = count_passed(program, [steps_of(test) for test in cases], **limits)
+    elif found.get("fn_name"):
+        calls = [[call(program, found["fn_name"], *case)] for case in cases]
+        passed = count_passed(program, calls, **limits)
+    else:
+        passed = count_printed(program, cases, partial, **limits)
     return passed / len(cases) if partial else float(passed == len(cases))
 
 
@@ -239,3 +250,6 @@ def has_passed(steps: list[Step], values: Any) -> bool:
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):  # a program may write anything
         return False
     return True
+
+
+code.check_row = check_row

@@ -9,6 +9,7 @@ from grpo.parts.data.prompts import Prompt
 from grpo.run.preflight.reward_trial import try_rewards
 
 LETTERS = ["A", "B", "C", "D"]
+COLUMNS = "         the columns {} are read by no key; a reward of your own gets them in its row"
 NUMBERS = [str(number) for number in range(200)]
 
 
@@ -30,7 +31,7 @@ def lines_of(answers, reward, question="How many?", sources=("default",), column
         ([f"${number} dollars" for number in NUMBERS], "gsm8k", "Put it in \\boxed{}."),
         ([f"\\frac{{{number}}}{{7}}" for number in NUMBERS], "math", "Put it in \\boxed{}."),
         ([f"so \\boxed{{x^2 + {number}}}" for number in NUMBERS], "math", "Put it in \\boxed{}."),
-        (["1/2", "0.5", "7", "3"], "math", "Equal references are not mistaken for each other."),
+        (["1/2", "0.5", *NUMBERS[1:]], "math", "Two ways to write one value are no fault."),
         (LETTERS, "multiple_choice", "Choose a letter, in <answer> tags."),
         (["a word", "a #### b"], "exact", "How many?"),
         ([["5", "five"], ["6", "six"]], "exact", "How many?"),
@@ -40,11 +41,18 @@ def lines_of(answers, reward, question="How many?", sources=("default",), column
 def test_healthy_rows_get_one_line(answers, reward, question):
     (line,) = lines_of(answers, reward, question)
     tried = min(len(answers), 100)
-    assert line.endswith(f"gives 1 to each of {tried} references of the source default, to none of another row")
+    assert f"gives 1 to each of {tried} references of the source default, to " in line
 
 
 def test_what_does_not_compare_is_not_tried():
     assert lines_of(NUMBERS, {"length": 1}, options={"length": {"limit": 9}}) == []
+
+
+def test_rows_that_no_program_can_be_tested_on_are_refused():
+    code = {"functions": {"code": "rewards/code.py:code"}}
+    assert lines_of(["3"], "code", columns={"tests": ["assert f(1) == 2"]}, **code) == [COLUMNS.format("tests")]
+    with pytest.raises(UserError, match=r"code cannot grade rows .*: the row has 1 `inputs` and 2 `outputs`"):
+        lines_of(["3"], "code", columns={"inputs": ["1"], "outputs": [1, 2]}, **code)
 
 
 def test_references_that_the_reward_cannot_read():
@@ -74,4 +82,4 @@ def test_each_source_is_tried_with_its_own_reward():
 def test_columns_that_nothing_reads_are_listed():
     keys = {"options": {"format": {"row_key": "pattern"}}}
     (line, _) = lines_of(NUMBERS, "exact", columns={"level": 1, "pattern": "a+", "source": "x"}, **keys)
-    assert "the columns level are read by no key" in line
+    assert line == COLUMNS.format("level")

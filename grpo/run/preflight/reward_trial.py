@@ -1,13 +1,12 @@
 """Try the rewards on the data: a row's own reference, given as an answer, must get 1, and another row's must not.
 
-This is done with rewards that compare an answer with its reference. Others are not tried.
+This is done with rewards that compare an answer with its reference. Of others, those with a `check_row` see the rows.
 """
 
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from fractions import Fraction
 
 import numpy as np
 
@@ -31,7 +30,6 @@ class Attempt:
     """A reference as an answer to a row."""
 
     prompt: Prompt
-    reference: str
     text: str
     kind: str  # own, asked (own, in the form that the prompt asks for), other
 
@@ -50,6 +48,8 @@ def try_rewards(cfg, prompts) -> Iterator[str]:
             function = named_rewards.find(name, cfg.reward)
             if function in COMPARING:
                 attempts[source, name] = list(attempts_of(function, rows, cfg.data))
+            elif hasattr(function, "check_row"):
+                check_rows(function, name, source, rows)
 
     for (source, name), outcomes in grade(attempts, cfg.reward).items():
         yield from report(outcomes, name, source, cfg.data.answer_key)
@@ -83,22 +83,32 @@ def unread_columns(found: dict[str, list[Prompt]], cfg) -> list[str]:
     return [str(column) for column in dict.fromkeys(columns) if column not in heads]
 
 
+def check_rows(function: Callable, name, source, rows: list[Prompt]):
+    """Let a reward look at rows before the start. Raises UserError for one that it cannot grade."""
+    for prompt in rows:
+        answers = named_rewards.answers_for(function, prompt.answer)
+        try:
+            function.check_row(answers[0], prompt.row)
+        except ValueError as error:
+            raise UserError(f"the reward {name} cannot grade rows of the source {source!r}: {error}") from None
+
+
 def attempts_of(function: Callable, rows: list[Prompt], data) -> Iterator[Attempt]:
     """The attempts with each row: its own reference, twice if its prompt asks for a form, and the next other one."""
     references = [reference_of(function, prompt.answer) for prompt in rows]
     for number, (prompt, reference) in enumerate(zip(rows, references, strict=True)):
         own = named_rewards.as_answer(function, reference)
-        yield Attempt(prompt, reference, own, "own")
+        yield Attempt(prompt, own, "own")
 
         question = f"{data.system_prompt} {lookup(prompt.row, data.prompt_key)}"
         asked = [form for mark, form in FORMS.items() if mark in question and mark not in own]
         if asked:
             bare = named_rewards.bare_reference(function, reference)
-            yield Attempt(prompt, reference, asked[0].format(bare), "asked")
+            yield Attempt(prompt, asked[0].format(bare), "asked")
 
         for other in references[number + 1 :] + references[:number]:
-            if not are_alike(reference, other):
-                yield Attempt(prompt, other, named_rewards.as_answer(function, other), "other")
+            if reference.strip() != other.strip():
+                yield Attempt(prompt, named_rewards.as_answer(function, other), "other")
                 break
 
 
@@ -108,15 +118,6 @@ def reference_of(function: Callable, answer: named_rewards.Answer) -> str:
         return named_rewards.answers_for(function, answer)[0]
     except ValueError:
         return str(answer)
-
-
-def are_alike(one: str, other: str) -> bool:
-    """Whether two references have the same letters and digits, or the same value."""
-    plain = [text.rpartition("####")[2].strip(" \n$.()").replace(",", "").lower() for text in (one, other)]
-    try:
-        return Fraction(plain[0]) == Fraction(plain[1])
-    except (ValueError, ZeroDivisionError):
-        return plain[0] == plain[1]
 
 
 def grade(attempts: dict[tuple, list[Attempt]], cfg) -> dict[tuple, list[tuple[Attempt, Outcome]]]:
