@@ -30,6 +30,7 @@ import gc
 import math
 import os
 import sys
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -601,7 +602,8 @@ def forward_backward(
 ) -> dict[str, float]:
     """Accumulate an update's gradient in Megatron's buffers. Returns its report, of all ranks except measure_rows."""
     bridge.zero_gradients(model, optimizer)
-    with offloaded_activations(model, cfg.train.offload_activations):
+    hooks = offloaded_activations(model) if cfg.train.offload_activations else nullcontext()
+    with hooks:
         reports = run_schedule(model, micro_batches, cfg.rollout.temperature, partial(grpo_loss, algo=cfg.algo))
 
     report = metrics.add_up(reports) | measure_rows(micro_batches, cfg)

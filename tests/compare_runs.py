@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from oracle.run import read_rows
 
 # Prefixes of the columns that depend on the machine and its load.
-EXCLUDED = ("time/", "speed/", "idle", "mem/", "gpu/")
+EXCLUDED = ("time/", "speed/", "idle", "mem/", "gpu/", "busy_frac")
 
 
 def main(a, b):

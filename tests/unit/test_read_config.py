@@ -99,7 +99,7 @@ def test_answers_to_keys_of_other_trainers_name_what_is_there():
         ("actor_train.strategy_args.strategy_config.moe_grouped_gemm", "here megatron.moe_grouped_gemm"),
         ("actor_infer.generating_args.num_return_sequences", "here rollout.group_size"),
         ("reference.strategy_args.strategy_config.expert_model_parallel_size", "here the policy's layout"),
-        ("moe_token_dispatcher_type", "here always alltoall"), ("dry_run", "here the option --dry-run"),
+        ("moe_token_dispatcher_type", "megatron.moe_token_dispatcher_type"), ("dry_run", "here the option --dry-run"),
         ("clip_grad", "here train.clip_grad"), ("steps_per_generation", "here train.updates_per_step"),
         ("policy.megatron_cfg.optimizer.adam_eps", "here megatron.adam_eps"),
         ("algo.kl.init_coef", "here algo.kl_coef"),

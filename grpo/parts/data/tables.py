@@ -238,7 +238,9 @@ def read_json(file, label) -> JsonRows:
                 require_data(isinstance(parse_json(text), dict), "not a JSON object")
                 rows.places.extend((start, len(text), zlib.crc32(text)))
             where = label
-    except (ValueError, RecursionError) as error:
+    except RecursionError:
+        raise ValueError(f"{where}: too many lists or objects are inside each other") from None
+    except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
 
     require_data(len(rows) > 0, f"{label} has no rows")

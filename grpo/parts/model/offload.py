@@ -2,7 +2,6 @@
 activations between forward and backward pass.
 """
 
-import contextlib
 from collections.abc import Iterator
 
 import torch
@@ -47,13 +46,11 @@ def take_back_state(optimizer):
             del shard.host  # `pinned` keeps the buffer
 
 
-def offloaded_activations(model: list, offload: bool):
+def offloaded_activations(model: list):
     """Inside, what autograd keeps for the backward pass waits on the host. On a CPU nothing moves.
 
     Weights and their views stay where they are, as does what a backward pass recomputes and reads at once.
     """
-    if not offload:
-        return contextlib.nullcontext()
     weights = {weight.untyped_storage().data_ptr() for chunk in model for weight in chunk.parameters()}
     host = save_on_cpu(pin_memory=True)
 
