@@ -12,6 +12,7 @@ import numpy as np
 
 from config import UserError
 from grpo.parts.data.prompts import Prompt
+from grpo.parts.data.tables import TEMPLATE_KEYS
 from grpo.parts.data.tokens import lookup
 from grpo.step import named_rewards
 from grpo.step.grading import GradingPool, Outcome
@@ -75,7 +76,7 @@ def spread(count, most) -> list[int]:
 def unread_columns(found: dict[str, list[Prompt]], cfg) -> list[str]:
     """Columns of the rows that no key of the section `data`, nor an option of a reward, names."""
     data = cfg.data
-    read = {data.prompt_key, data.answer_key, data.source_key, data.hint_key}
+    read = {data.prompt_key, data.answer_key, data.source_key, data.hint_key, *TEMPLATE_KEYS}
     for options in cfg.reward.options.values():
         read.update(map(str, options.values()))
     heads = {str(key).partition(".")[0] for key in read} | read
