@@ -18,6 +18,9 @@ import re
 from collections.abc import Callable
 from decimal import Decimal
 
+# How words, units and braces in LaTeX are read is long, and no part of what a reward is.
+from rewards.latex import MAX_EXPRESSION, boxed, is_several, parse_latex, plain_numbers
+
 # ---------------------------------------------------------------- rewards that compare
 
 
@@ -62,8 +65,10 @@ def final_number(text: str) -> Decimal | None:
 # What stands between numbers: words, and units such as cm^2. An "e" or "x" between digits is no word, nor is "½".
 LETTER = r"[^\W\d_\u00b2-\u00be\u2070-\u2089\u2150-\u215f]"
 WORDS = re.compile(rf"(?:{LETTER}{{2,}}|(?![eExX]){LETTER})(?:\^?\{{?[23²³]\}}?(?!\d))?")
-# A number that NUMBER would read without its factor, root or rest.
-MORE = re.compile(r"[√π]|\\(?!text|math|boxed)[a-z]|\d\W*(?:hundred|thousand|[mbtr]+illion|dozen)|and a half")
+# A number that NUMBER would read without its factor, root or rest, or "0,5", whose comma is no separator.
+MORE = re.compile(
+    r"[√π]|\\(?!text|math|boxed)[a-z]|\d\W*(?:hundred|thousand|[mbtr]+illion|dozen)|and a half|(?<![\d,])0\d*,\d"
+)
 
 
 def reference_number(answer: str) -> Decimal:
@@ -79,18 +84,14 @@ def reference_number(answer: str) -> Decimal:
         raise ValueError(f"the reference answer {answer!r} holds no number")
 
     several = len(parts) > 1 and (marked or not stated[0].isalpha())
-    rest, count = NUMBER.subn("", parts[-1])
-    unclear = several or count != 1 or any(map(str.isnumeric, rest)) or MORE.search(stated)
     number = final_number(parts[-1])
-    if unclear or number is None or re.search(r"(?<![\d,])0\d*,\d", parts[-1]):
+    rest, count = NUMBER.subn("", parts[-1])
+    if several or number is None or count != 1 or any(map(str.isnumeric, rest)) or MORE.search(stated):
         raise ValueError(
             f"the reference answer {answer!r} is not clearly one number; its last reads as {number}. Write it "
             "as 1234.5, after #### if a solution stands before it"
         )
     return number
-
-
-MAX_EXPRESSION = 2000  # characters; parsing time is more than linear
 
 
 def math_answer(text: str, answer: str, row: dict) -> float:
@@ -108,17 +109,21 @@ def math_answer(text: str, answer: str, row: dict) -> float:
 
 @functools.lru_cache(maxsize=1024)
 def math_reference(answer: str) -> list:
-    """Parse a reference answer: LaTeX or a plain expression, boxed or not, or what follows "####"."""
-    stated = boxed(answer)
-    if stated is None:
-        stated = answer.rpartition("####")[2].strip().strip("$")
-    if SEVERAL.search(words_as_text(stated)):
+    """Parse what a reference answer states: LaTeX or a plain expression."""
+    stated = stated_expression(answer)
+    if is_several(stated):
         raise ValueError(f"the reference answer {answer!r} is not clearly one expression; write it in LaTeX")
 
     parsed = parse_math(f"\\boxed{{{stated}}}")
     if all(isinstance(part, str) for part in parsed):
         raise ValueError(f"the reference answer {answer!r} is no mathematical expression")
     return parsed
+
+
+def stated_expression(answer: str) -> str:
+    """What is in the last \\boxed of a reference answer or, without one, after "####"."""
+    inside = boxed(answer)
+    return answer.rpartition("####")[2].strip().strip("$") if inside is None else inside
 
 
 def parse_math(text: str) -> list:
@@ -131,90 +136,6 @@ def parse_math(text: str) -> list:
         last = text.rpartition("####")[2][-MAX_EXPRESSION:]
         return math_verify.parse(plain_numbers(last), parsing_timeout=None)
     return parse_latex(expression) if expression else []
-
-
-def boxed(text: str) -> str | None:
-    """What is in the last \\boxed of a text, "" if it never closes or is too long; None without a box."""
-    _, found, tail = text.rpartition("\\boxed{")
-    return (inside_braces(tail[: MAX_EXPRESSION + 1]) or "").strip() if found else None
-
-
-@functools.lru_cache(maxsize=4096)  # the answers of a group often agree
-def parse_latex(expression: str) -> list:
-    """Parse a LaTeX expression without delimiters by math-verify."""
-    import math_verify
-
-    # Without "$" and "%" (alone in a box, math-verify cannot read it), and without the thin spaces of 1\,234.
-    latex = re.sub(r"(?<!\\)\$|\\?%|percent|(?<=\d)\\[,!:;](?=\d{3})", "", words_as_text(plain_numbers(expression)))
-    latex = latex.replace("\n", " ")
-    return math_verify.parse(f"${latex}$", [math_verify.LatexExtractionConfig()], parsing_timeout=None)
-
-
-# LaTeX that is left alone, or a run of letters and spaces.
-LETTERS = re.compile(
-    r"\\(?:begin|end|text\w*|math\w+|mbox|operatorname)\s*\{[^{}]*\}|\\[A-Za-z]+|"
-    r"([A-Za-z]+(?:[ '-]+[A-Za-z]+)*)(?![A-Za-z^_])"
-)
-FUNCTION = re.compile(r"\b(pi|theta|(?:arc)?(?:sin|cos|tan)|log|ln|exp)\b")
-NO_WORD = re.compile(rf"and|or|mod|infinity|sqrt|{FUNCTION.pattern}")
-OTHER_BASE = re.compile(r"(\d[\d.]*)_\{?(?!10\b)(\d+)\}?")
-UNIT = re.compile(r"(?<=\d)\s*([kcmd]?m/(?:s|h|min)|(?:[kcmd]m|ft|in|yd|mi)(?=\^\{?[23]))")  # that math-verify lacks
-SCALED = re.compile(r"(\d[\d,]*(?:\.\d+)?)(\s*(?:\\text\{\s*)?)(thousand|million|billion|trillion)\b")
-ZEROS = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}
-# A number that is followed by a unit and by another number, or is cut by spaces or points.
-SEVERAL = re.compile(
-    r"\d\s*\\text\{(?!\s*(?:and|or)\s*\}).*\d\s*\\text\{[^{}]*\}\W*$|^-?\d+(?:\s+[\d/]+)+$|^\d+(?:\.\d+){2,}$"
-)
-
-
-def words_as_text(latex: str) -> str:
-    """Write words as \\text, since their letters would be factors. math-verify drops a text after a number, as a unit.
-
-    3.5 million becomes 3500000, and 12_8 a text that is not 12.
-    """
-    latex = SCALED.sub(lambda found: f"{Decimal(found[1].replace(',', '')).scaleb(ZEROS[found[3]]):f}{found[2]}", latex)
-    latex = OTHER_BASE.sub(r"\\text{\1base\2}", latex)
-    latex = UNIT.sub(r"\\text{\1}", latex)
-    return LETTERS.sub(letters_as_text, latex)
-
-
-def letters_as_text(found: re.Match) -> str:
-    """A match of LETTERS: \\text if it holds a word, else factors and names of functions.
-
-    A word has four letters, or three and no digit before them. One is a vowel. Factors of a product stand in the order
-    of the alphabet or are close in it, and a word's letters are neither.
-    """
-    letters = found[1]
-    if not letters:
-        return found[0]
-
-    shortest = 3 if found.string[: found.start()][-1:] in ("", " ") else 4
-    is_word = letters == found.string and letters.lower() in ("no", "on", "up", "ok")
-    for word in re.split("[ '-]+", letters):
-        lower = word.lower()
-        if len(word) >= shortest and not word.isupper() and not NO_WORD.fullmatch(lower):
-            in_order = sorted(lower) == list(lower) or ord(max(lower)) - ord(min(lower)) <= len(word)
-            is_word |= re.search("[aeiou]", lower) is not None and not in_order
-    return f"\\text{{{letters}}}" if is_word else FUNCTION.sub(r"\\\1", letters)
-
-
-def plain_numbers(text: str) -> str:
-    """Write 1.5e3 as 1500, since math-verify reads "e" as Euler's number, and "−" as "-"."""
-    number = re.compile(r"(?<![\w.\\])\d{1,20}(?:\.\d{1,20})?[eE][+-]?\d{1,3}(?![\w.])")
-    return number.sub(lambda found: f"{Decimal(found[0]):f}", text.replace("−", "-"))
-
-
-def inside_braces(text: str) -> str | None:
-    """The text up to the brace that closes one opened before the text; None if none does."""
-    depth = 1
-    for brace in re.finditer(r"\\[{}]|[{}]", text):  # an escaped brace does not count
-        if brace[0] == "{":
-            depth += 1
-        elif brace[0] == "}":
-            depth -= 1
-        if depth == 0:
-            return text[: brace.start()]
-    return None
 
 
 # Patterns for the letter of a choice, the most certain first. "A" and "I" before a word are words. The quantifiers are

@@ -237,7 +237,7 @@ def files_of_capabilities(root):
 # A folder of grpo/, rewards/ or a top file → its floor. An import leads to the same folder or to a lower floor.
 FLOORS = {
     SCRIPT: 8, "grpo/run": 7, "grpo/run/preflight": 6, "grpo/step": 5, "megatron_bridge.py": 4, "rollout.py": 4,
-    "reward.py": 4, "rewards": 4, "grpo/parts/model": 3, "grpo/parts/engine": 3,
+    "reward.py": 4, "rewards": 4, "rewards/latex.py": 3, "grpo/parts/model": 3, "grpo/parts/engine": 3,
     "grpo/parts/data": 3, "grpo/parts/base": 2, "config.py": 1,
 }  # fmt: skip
 

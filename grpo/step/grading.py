@@ -233,7 +233,7 @@ def serve_requests(descriptor):
             if key not in loaded:
                 loaded[key] = attempt(load, request["spec"], cfg)
             function, failure = loaded[key]
-        pipe.send_bytes(b"waits" if hasattr(function, "waits") else b"")
+        pipe.send_bytes(b"waits" if getattr(function, "waits", False) else b"")
 
         if not failure:
             value, failure = attempt(function, *request["arguments"])

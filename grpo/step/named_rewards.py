@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable
 
 from grpo.parts.base import user_code
-from reward import COMPARING, REWARDS, gsm8k, math_answer, parse_math, reference_number
+from reward import COMPARING, REWARDS, gsm8k, math_answer, parse_math, reference_number, stated_expression
 
 Spec = str | dict[str, float]  # of a reward: a name, or {name: weight}
 Answer = str | list | dict  # a row's reference, as grpo.parts.data.prompts.Prompt has it
@@ -61,13 +61,6 @@ def check(spec: Spec, cfg):
             check_options(function, cfg.options.get(name, {}))
         except ValueError as error:
             raise ValueError(f"reward.options.{name}: {error}") from None
-        if hasattr(function, "longest_s"):
-            longest = function.longest_s(**cfg.options.get(name, {}))
-            if longest >= cfg.timeout_s:
-                raise ValueError(
-                    f"reward.timeout_s={cfg.timeout_s:g} ends before the tries of {name!r} do, which take up to "
-                    f"{longest:g} s: raise it, or lower timeout_s, retries or backoff_s in reward.options.{name}"
-                )
 
 
 def parameters_of(function: Callable) -> dict[str, inspect.Parameter]:
@@ -139,8 +132,8 @@ def load(spec: Spec, cfg) -> Callable:
             raise ValueError(f"the reward is None ({', '.join(weights)}): no reward applies to this row")
         return {"parts": parts}
 
-    if any(hasattr(find(name, cfg), "longest_s") for name in weights):
-        grade.waits = True  # beyond reward.timeout_s the answer is not to blame
+    # If a reward waits for another machine, the answer is not to blame for the time.
+    grade.waits = any(hasattr(find(name, cfg), "waits") for name in weights)
     return grade
 
 
@@ -182,8 +175,6 @@ def answers_for(function: Callable, answer: Answer) -> list[str]:
 
 def as_answer(function: Callable, reference: str) -> str:
     """A reference as a right answer would give it to a function of COMPARING: "#### 7", "\\boxed{7}", "Answer: B"."""
-    if function is math_answer and "\\boxed" in reference:
-        return reference
     return COMPARING[function].format(bare_reference(function, reference))
 
 
@@ -193,7 +184,7 @@ def bare_reference(function: Callable, reference: str) -> str:
         with contextlib.suppress(ValueError):  # the reward will raise it
             return str(reference_number(reference))
     if function is math_answer:
-        return reference.rpartition("####")[2].strip().strip("$")
+        return stated_expression(reference)
     return reference
 
 

@@ -145,7 +145,7 @@ def test_chosen_letter(text, letter):
     [
         ("exact", "a #### b", "a #### b"), ("gsm8k", "3 + 4 = 7\n#### 7 km", "#### 7"),
         ("gsm8k", "2 + 3 = 5", "#### 5"),
-        ("math", "3 + 4 = 7\n#### $7$", boxed("7")[9:-1]), ("math", boxed("7"), boxed("7")),
+        ("math", "3 + 4 = 7\n#### $7$", boxed("7")[9:-1]), ("math", boxed("7"), boxed("7")[9:-1]),
         ("multiple_choice", "(B)", "Answer: (B)"),
     ],
 )  # fmt: skip
@@ -337,9 +337,6 @@ def test_a_remote_that_never_replies_is_an_error(silent):
         options = {"remote": {"url": silent, "retries": 1} | options}
         (outcome,) = grade_with("remote", [("s", "a", "b", {})], timeout_s=2.0, options=options)
         assert outcome.status == "error" and said in outcome.error
-    assert "ends before the tries of 'remote' do, which take up to 5 s" in refusal(
-        "remote", functions=FILES, options=options, timeout_s=5.0
-    )
 
 
 def test_a_proxy_that_was_asked_is_named(endpoint, monkeypatch):
