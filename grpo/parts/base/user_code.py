@@ -30,56 +30,53 @@ def load_function(key: str, place: str | None) -> Callable:
     return function
 
 
-FILES: list[Path] = []  # the user's, loaded so far
-ADDED: list[str] = []  # their folders that sys.path did not have
+FOLDERS: list[str] = []  # of the user's files, last on sys.path
 
 
 @functools.cache
 def load_module(path: str) -> ModuleType:
     """The module of a file, executed once a process: in its package or, without one, in its folder.
 
-    It can import the modules beside it, which are found after all others but for those beside the user's other files.
-    If another module has its name or its package's, it is named by its path.
+    It can import the modules beside it, which are found after all others, but before those beside the user's other
+    files. If another module has its name or its package's, it is named by its path.
     """
     file = Path(path).resolve()
     folder, name = file.parent, file.stem
     while (folder / "__init__.py").exists():
         name = f"{folder.name}.{name}"
         folder = folder.parent
-    forget_others(folder)
-    FILES.append(file)
-
-    try:
-        spec = importlib.util.find_spec(name)
-    except (ImportError, ValueError):  # its package has the name of a module
-        spec = None
-    if spec and spec.origin == str(file):
-        return importlib.import_module(name)
-
-    # Execute it, or its package and then it, under a name of its own.
     package, *inner = name.split(".")
+    put_first(str(folder), package)
+
     start = folder / package / "__init__.py" if inner else file
-    own = str(start).replace(".", "_")
-    spec = importlib.util.spec_from_file_location(own, start)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[own] = module  # where dataclasses and pickle look it up
-    spec.loader.exec_module(module)
-    return importlib.import_module(".".join([own, *inner]))
+    spec = importlib.util.find_spec(package)
+    if not spec or spec.origin != str(start):
+        # Another module has this name: execute the file or its package under a name of its own.
+        package = str(start).replace(".", "_")
+        spec = importlib.util.spec_from_file_location(package, start)
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[package] = module  # where dataclasses and pickle look it up
+        spec.loader.exec_module(module)
+    return importlib.import_module(".".join([package, *inner]))
 
 
-def forget_others(folder: Path):
-    """Let imports find the modules of `folder` before those of one name beside the user's other files."""
-    others = [other for other in ADDED if other != str(folder)]
+def put_first(folder: str, own):
+    """Let imports find the modules in `folder` before modules of the same names beside the user's other files.
+
+    The modules beside others are forgotten, where this folder has one of the same name. What has imported them keeps
+    them. `own` is the module that is loaded, which gets a name of its own in this case.
+    """
+    sys.path[:] = [entry for entry in sys.path if entry not in FOLDERS]
+    others = [other for other in FOLDERS if other != folder]
+    beside = {entry.stem for entry in Path(folder).iterdir()} - {own}
     for name, module in list(sys.modules.items()):
-        root, place = name.partition(".")[0], getattr(module, "__file__", None) or ""
-        is_beside = any(place.startswith((f"{other}/{root}.py", f"{other}/{root}/")) for other in others)
-        if is_beside and Path(place) not in FILES and ((folder / root).is_dir() or (folder / f"{root}.py").exists()):
+        root = name.partition(".")[0]
+        file = getattr(module, "__file__", None) or ""
+        if root in beside and file.startswith(tuple(f"{other}/{root}" for other in others)):
             del sys.modules[name]
 
-    if str(folder) not in sys.path:
-        ADDED.append(str(folder))
-    late = sorted(ADDED, key=str(folder).__ne__)  # this one first
-    sys.path[:] = [entry for entry in sys.path if entry not in ADDED] + late
+    FOLDERS[:] = others if folder in sys.path else [folder, *others]
+    sys.path += FOLDERS
 
 
 @functools.cache
