@@ -89,7 +89,7 @@ def read_files(cfg, parts: list[str], weights: bool) -> tuple[Config, Inputs]:
     for part in parts:
         own = load_prompts(cfg.data, tokenizer, vocab_size, part)
         own_ends = read_ends(folder, tokenizer, cfg.rollout if part == "train" else cfg.eval)
-        named = f"eos_token_id of tokenizer, config.json or generation_config.json in {folder}"
+        named = f"stop_token_ids, or eos_token_id of tokenizer, config.json or generation_config.json in {folder}"
         check_ids(named, own_ends.tokens, tokenizer, vocab_size)
         if part == parts[0]:
             check_reading(folder, tokenizer, own, cfg.data)

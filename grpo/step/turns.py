@@ -16,7 +16,7 @@ import torch.distributed as dist
 from config import Config, EvalConfig, RolloutConfig
 from grpo.parts.base import user_code
 from grpo.parts.data.ends import after_answer
-from grpo.parts.data.tokens import check_ids, missing_row, own_options
+from grpo.parts.data.tokens import check_ids, own_options
 from grpo.step.grading import TURNS, GradingPool, Outcome
 from grpo.step.records import REPLAYED
 from rollout import Completion, Engine, Trace
@@ -139,9 +139,10 @@ class Conversations:
 
         data = own_options(self.rows[talk.prompt], self.cfg.data)
         ids = reply_ids(text, said.ids[-1], self.inputs.tokenizer, data)
-        problem = missing_row("its reply", ids, self.inputs.tokenizer, self.inputs.vocab_size)
-        if problem:
-            trace.failure = Outcome(status="error", error=FAILED + problem)
+        try:
+            check_ids("its reply", ids, self.inputs.tokenizer, self.inputs.vocab_size)
+        except ValueError as error:
+            trace.failure = Outcome(status="error", error=f"{FAILED}{error}")
             return False
 
         said.finished = len(said.ids) + len(ids) < max_tokens  # there is room for one more token, of the model

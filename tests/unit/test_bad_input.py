@@ -66,7 +66,7 @@ VLLM = {
         ("parallel.pp=4", ["parallel.pp=4", "for 2 layers", "parallel.pp · parallel.vpp that divides 2, or megatron."]),
         ("rollout.top_p=0.9; algo.teacher=m", ["rollout.top_p=0.9, rollout.top_k=-1: the policy's", "algo.teacher=m"]),
         ("rollout.stop=['</answer>', '']", ["rollout.stop='': String should have at least 1 character"]),
-        ("rollout.stop_token_ids=[15, 16]", ["stop_token_ids=[15, 16]: model.path=", "has only the tokens 0 to 15"]),
+        ("rollout.stop_token_ids=[15, 16]", ["stop_token_ids, or eos_token_id", "has the id 16, but", "has 16 rows"]),
         ("train.updates_per_step=3", ["train.updates_per_step=3", "prompts_per_step=16"]),
         ("train.max_tokens_per_micro_batch=8", ["max_tokens_per_micro_batch=8", "at least"]),
         ("parallel.ep=2", ["parallel.ep=2", "without experts"]),

@@ -23,22 +23,14 @@ class Ends:
 
 
 def read_ends(path, tokenizer, sampling: RolloutConfig | EvalConfig) -> Ends:
-    """The end tokens of tokenizer and model, as vLLM reads them, and the stops of `sampling`.
-
-    Raises ValueError for a stop token without a row in the model's embedding.
-    """
-    config = read_config(path)
-    ids = sampling.stop_token_ids
-    require_data(
-        max(ids, default=0) < config.vocab_size,
-        f"rollout or eval.stop_token_ids={ids}: model.path={path} has only the tokens 0 to {config.vocab_size - 1}",
-    )
+    """The end tokens of tokenizer and model, as vLLM reads them, and the stops of `sampling`."""
     try:
         eos = transformers.GenerationConfig.from_pretrained(path).eos_token_id
     except OSError:  # there is no generation_config.json
-        eos = config.eos_token_id
+        eos = read_config(path).eos_token_id
     model_ends = eos if isinstance(eos, list) else [eos]
-    return Ends(frozenset({tokenizer.eos_token_id, *model_ends, *ids} - {None}), sampling.stop, tokenizer)
+    tokens = {tokenizer.eos_token_id, *model_ends, *sampling.stop_token_ids} - {None}
+    return Ends(frozenset(tokens), sampling.stop, tokenizer)
 
 
 def after_answer(tokenizer, data: DataConfig, reply: str | None = None) -> str:

@@ -19,7 +19,6 @@ from numpy import ndarray
 from torch.utils.data import ConcatDataset
 
 from config import DataConfig
-from grpo.parts.base.ranks import is_first_rank
 from grpo.parts.base.require import require_data
 from grpo.parts.data import mixing, tokens
 from grpo.parts.data.tables import Table, concatenate, hold_small, read_tables, rows_between
@@ -146,9 +145,9 @@ def check_reading(path, tokenizer, prompts: Sequence[Prompt], cfg):
             "Qwen2, transformers ignores it; these need a tokenizer of their kind",
         )
 
-    if others and is_first_rank():
-        print(
-            f"warning: model.path={path}: {class_name} of transformers gives {others} of {checked} prompts other ids "
+    if others:
+        tokens.warn(
+            f"model.path={path}: {class_name} of transformers gives {others} of {checked} prompts other ids "
             "than tokenizer.json has; see tokenizer_class in tokenizer_config.json"
         )
 
