@@ -488,7 +488,7 @@ BAD_FILES = {
         for depth in (700, 20_000)
         for kind, before, after, said in (
             ("jsonl", GOOD, b"", "jsonl, line 2: too many lists"),
-            ("json", b"[", b"]", "json(, row 1)?: too many lists"),
+            ("json", b"[", b"]", "json.*: too many lists"),
         )
     },
     "tools.jsonl": (b'{"prompt": "1", "answer": "1", "tools": "hammer"}', "row 1: 'tools' must be a list"),
