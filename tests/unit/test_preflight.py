@@ -59,12 +59,12 @@ def test_clocks_of_machines_that_differ(monkeypatch, capsys, times, said):
     assert (said in out) if said else not out
 
 
-def test_a_missing_library_is_named_with_its_package(monkeypatch, tmp_path):
+def test_a_missing_library_is_named(monkeypatch, tmp_path):
     """A library of torch, which asks for one by a name of the same length."""
     library = Path(torch._C.__file__).read_bytes().replace(b"libtorch_python.so", b"libnot_here3.so.12")
     (tmp_path / "_C.so").write_bytes(library)
     monkeypatch.setattr(versions.importlib.util, "find_spec", lambda name: SimpleNamespace(origin=tmp_path / name))
-    with pytest.raises(UserError, match=r"^no libnot_here3\.so\.12, which .*: apt-get install libnot-here3-12$"):
+    with pytest.raises(UserError, match=r"^no libnot_here3\.so\.12, which .*: apt-get install the packages"):
         machines.check_without_gpu(tiny_config())
 
 

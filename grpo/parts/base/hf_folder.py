@@ -125,10 +125,9 @@ def safetensor_files(path: str) -> dict[str, str]:
         for file in sorted(files):
             found |= dict.fromkeys(tensor_names(file), str(file))
     except (OSError, ValueError, SafetensorError) as error:
-        former = f", or remove {index.name}, if {whole.name} is the model" if index.exists() and whole.exists() else ""
         raise ValueError(
             f"{file} cannot be read ({error}): it is missing, cut off, or a pointer of git-lfs; fetch it again "
-            f"(`git lfs pull`, `hf download`){former}"
+            f"(`git lfs pull`, `hf download`), or remove {index.name}, if {whole.name} is the model"
         ) from None
     return found
 

@@ -55,21 +55,15 @@ def installed(package: str) -> str | None:
     return version_of(package) or version_of(f"{package}-cpu")
 
 
-def untested(package: str, version: str | None) -> str | None:
-    """A warning if no test ran with this version of a package of TESTED, else None."""
-    tested = " and ".join(TESTED[package])
-    if version is None:
-        return f"{package} is not installed; tested: {tested}"
-    if numbers(version)[:2] not in map(numbers, TESTED[package]):
-        return f"{package} {version} was not tested; tested: {tested}"
-    return None
-
-
 def check_versions() -> list[str]:
     """A warning for each package of TESTED that is missing or has an untested version. Imports none of them."""
-    here = {name: installed(name) for name in TESTED} | {"python": platform.python_version()}
-    warnings = [untested(name, version) for name, version in here.items()]
-    return [warning for warning in warnings if warning]
+    warnings = []
+    for package, tested in TESTED.items():
+        version = platform.python_version() if package == "python" else installed(package)
+        version = version or "(not installed)"
+        if numbers(version)[:2] not in map(numbers, tested):
+            warnings.append(f"{package} {version} was not tested; tested: {' and '.join(tested)}")
+    return warnings
 
 
 def commit() -> str:
@@ -148,12 +142,10 @@ def missing_libraries() -> str | None:
     if not names:
         return None
 
-    # Debian's rule for names: libnuma.so.1 is in libnuma1, libX11.so.6 in libx11-6.
-    packages = []
-    for name in names:
-        package = re.sub(r"(?<=\d)\.so\.", "-", name).replace(".so.", "")
-        packages.append(package.replace("_", "-").lower())
-    return f"no {', '.join(names)}, which torch or vLLM needs: apt-get install {' '.join(packages)}"
+    return (
+        f"no {', '.join(names)}, which torch or vLLM needs: apt-get install the packages, which have similar names, as "
+        "libnuma1 for libnuma.so.1"
+    )
 
 
 def differences(was: Versions, now: Versions) -> list[str]:
