@@ -12,8 +12,8 @@ import functools
 import json
 import sys
 from collections.abc import Iterator
-from typing import Any
 
+import numpy
 import reasoning_gym
 from reasoning_gym.factory import DATASETS
 
@@ -21,22 +21,15 @@ from reasoning_gym.factory import DATASETS
 def rows(task: str, config: str = "{}") -> Iterator[dict]:
     """Yield a row for each puzzle of a task, whose config, JSON, has these fields. Raises ValueError for no task."""
     for puzzle in dataset_of(task, config):
+        with numpy.printoptions(legacy="1.25"):  # without it repr writes np.str_('x')
+            text = repr(puzzle)
         yield {
             "prompt": puzzle["question"],
             "answer": str(puzzle["answer"]),
             "source": task,
             "config": config,
-            "puzzle": repr(plain(puzzle)),  # the scorers of arc_agi and rearc need tuples, which JSON has not
+            "puzzle": text,  # the scorers of arc_agi and rearc need tuples, which JSON has not
         }
-
-
-def plain(value: Any) -> Any:
-    """A value with numpy's numbers and texts as Python's, which repr would write as np.str_('x')."""
-    if isinstance(value, dict):
-        return {plain(key): plain(entry) for key, entry in value.items()}
-    if isinstance(value, (list, tuple, set)):
-        return type(value)(map(plain, value))
-    return value.tolist() if type(value).__module__ == "numpy" else value
 
 
 @functools.cache
