@@ -17,7 +17,6 @@ import transformers
 from torch.utils.data import ConcatDataset
 
 from config import DataConfig, RankError
-from grpo.parts.data.ends import Ends, endless
 from grpo.parts.data.prompts import check_reading, load_prompts, load_tokenizer
 from grpo.parts.data.tables import find_sources
 from grpo.run.inputs import first_day
@@ -299,8 +298,6 @@ def test_an_end_token_that_the_tokenizer_adds_is_left_out_of_prompts(load, token
     )
     assert tokenizer("1")["input_ids"][-1] == tokenizer.eos_token_id
     assert [p.ids for p in load("a.jsonl", chat_template=False)] == plain
-    (said,) = endless(Ends(frozenset(), [], tokenizer), DataConfig(train="a", chat_template=False))
-    assert f"ends every text with {end!r}" in said
 
 
 def test_an_end_token_that_stands_for_unknown_characters_is_not_one_that_is_added():

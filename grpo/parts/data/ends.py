@@ -8,7 +8,7 @@ import transformers
 from config import DataConfig, EvalConfig, RolloutConfig
 from grpo.parts.base.hf_folder import read_config
 from grpo.parts.base.require import require_data
-from grpo.parts.data.tokens import adds_end, render
+from grpo.parts.data.tokens import render
 
 MARK = "⟦answer⟧"  # stands for the model's answer, to find what the chat template writes after it
 
@@ -48,10 +48,8 @@ def after_answer(tokenizer, data: DataConfig, reply: str | None = None) -> str:
 
 
 def endless(ends: Ends, data: DataConfig) -> Iterator[str]:
-    """Warnings of an end token that the tokenizer adds, and of a chat template whose end token ends nothing in vLLM."""
+    """A warning of a chat template whose end token ends nothing in vLLM."""
     tokenizer = ends.tokenizer
-    if adds_end(data, tokenizer):
-        yield f"the tokenizer ends every text with {tokenizer.eos_token!r}: prompts go without it"
     if not data.chat_template:
         return
 

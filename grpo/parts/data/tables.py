@@ -283,7 +283,7 @@ def columns_of(table: Table) -> list[str]:
     rows = table
     if is_arrow(table):
         names = [*table.features, *table.features.flatten()]
-        rows = rows_between(table, 0, min(100, len(table)))  # for the names in columns of type Json
+        rows = rows_between(table, 0, 100)  # for the names in columns of type Json
     names += (key for row in rows for key in (*row, *dict(dotted_items(row))))
     return list(dict.fromkeys(map(str, names)))
 
