@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from statistics import median
 
-KEPT = ("reward/mean", "reward/std", "grad_norm", "moe/load", "mem/train_peak_gb")  # of each step, for the next ones
+KEPT = ("reward/mean", "reward/std", "busy_frac", "mem/train_peak_gb", "moe/load", "grad_norm")  # metrics of past steps
 
 
 class Advice:
@@ -14,7 +14,7 @@ class Advice:
 
     def __init__(self, cfg):
         self.cfg = cfg
-        self.past = defaultdict(list)  # metric of KEPT → its finite values so far, the present step's too
+        self.past = defaultdict(list)  # metric of KEPT → its finite values so far, the last of the present step
         self.steps = Counter()  # source → steps with a sample of it
         self.best = {}  # source → its highest reward
         self.worst = {}  # source → its lowest mean reward of a step
@@ -37,14 +37,15 @@ class Advice:
         for rule, text in holding.items():
             steps, turn = RULES[rule]
             if self.streaks[rule] >= steps or self.has_to_end():
-                found[rule] = f"{text}: try {', '.join(turn[:-1])} or {turn[-1]}"
+                found[rule] = f"{text}: try {turn}"
         return found
 
     def note(self, step):
         """Add a step to what the next ones are compared with."""
         for name in KEPT:
-            if math.isfinite(number(step, name)):
-                self.past[name].append(step[name])
+            value = step.get(name)
+            if value is not None and math.isfinite(value):
+                self.past[name].append(value)
         for source in sources(step):
             self.steps[source] += 1
             self.best[source] = max(self.best.get(source, -math.inf), step[f"reward/{source}/max"])
@@ -67,12 +68,6 @@ def sources(step) -> list[str]:
     """The sources of a step's samples."""
     names = [name for name in step if name.startswith("reward/") and name.endswith("/max")]
     return [name.removeprefix("reward/").removesuffix("/max") for name in names]
-
-
-def number(step, name) -> float:
-    """A metric, or NaN if it is off or missing. Every comparison with NaN is False."""
-    value = step.get(name)
-    return math.nan if value is None else value
 
 
 def is_same(a: float, b: float) -> bool:
@@ -137,7 +132,7 @@ def problems(step, run) -> Iterator[tuple[str, str]]:
     if run.idle_steps > 0:
         yield "nothing_learnt", why_idle(step, run.cfg.train.patience)
     else:
-        yield from problems_of_machine(step, run)
+        yield from problems_of_machine(run)
 
 
 def problems_of_rewards(step, run):
@@ -165,32 +160,29 @@ def problems_of_answers(step, run):
         yield "all_empty", f"every answer is empty: its first token ends it, an end token or one of rollout's {stops}"
 
 
-def problems_of_machine(step, run):
-    """GPUs that wait, memory that swings, uneven experts, gradients that explode."""
-    busy = number(step, "busy_frac")
-    if busy < 0.5:
-        parts = {name: step[name] for name in step if name.startswith("idle/")}
-        parts |= {name: number(step, name) / number(step, "time/step") for name in NO_GPU}
-        largest = max(parts, key=parts.get)
-        yield "idle_gpus", f"ranks compute in {busy:.0%} of a step; the largest of the rest is {largest}"
+def problems_of_machine(run):
+    """GPUs that wait, memory that swings, uneven experts, gradients that explode. A metric may be off."""
+    past = run.past
+    busy = past["busy_frac"]
+    if busy and busy[-1] < 0.5:
+        yield "idle_gpus", f"ranks compute in {busy[-1]:.0%} of a step; idle/* and time/* say what they wait for"
 
     # Up and down by a fifth: neither a trend nor one larger step.
-    peaks = run.past["mem/train_peak_gb"][-10:]
-    low, high = min(peaks, default=0.0), max(peaks, default=0.0)
+    peaks = past["mem/train_peak_gb"][-10:] or [0.0]
+    low, high = min(peaks), max(peaks)
     moved = sum(abs(b - a) for a, b in pairwise(peaks))
     if high - low > max(0.2 * high, 1.0) and moved >= 3 * (high - low):
         yield "memory_swings", f"the memory of training swings between {low:.1f} and {high:.1f} GiB within ten steps"
 
     # By far more than at the start, or whatever the start was.
-    load = number(step, "moe/load")
-    first = median(run.past["moe/load"][:10] or [math.inf])
-    if load >= min(2 * first, 5):
-        yield "uneven_experts", f"the busiest expert of a layer gets {load:.1f} times the mean number of tokens"
+    load = past["moe/load"]
+    if load and load[-1] >= min(2 * median(load[:10]), 5):
+        yield "uneven_experts", f"the busiest expert of a layer gets {load[-1]:.1f} times the mean number of tokens"
 
-    norm = number(step, "grad_norm")
-    usual = median(run.past["grad_norm"][-100:-1] or [math.inf])
-    if norm >= 10 * usual > 0 and norm > (run.cfg.train.clip_grad or 1.0):
-        yield "exploding_gradients", f"the norm of the gradient is {norm:.3g}, {norm / usual:.0f} times its median"
+    norms = past["grad_norm"][-100:] or [0.0]
+    usual = median(norms)
+    if norms[-1] >= 10 * usual > 0 and norms[-1] > (run.cfg.train.clip_grad or 1.0):
+        yield "exploding_gradients", f"the norm of the gradient is {norms[-1]:.3g}, more than 10 times its median"
 
 
 LOWER = "a lower train.lr, from an earlier checkpoint"
@@ -199,17 +191,16 @@ EASIER = "data that the model sometimes gets right"
 LONGER = "a larger rollout.max_new_tokens"
 BIGGER = "a larger rollout.prompts_per_step"
 FULL = "megatron.recompute_granularity=full"
-NO_GPU = ("time/reward", "time/other", "time/save")  # phases in which a rank's GPU has no work
 RULES = {  # rule → for how many steps in a row it has to hold, what to turn; one_reward counts five steps itself
-    "one_reward": (1, ["data.answer_key", "reward.default or reward.by_source", LONGER, EASIER]),
-    "collapsed_rewards": (5, [LOWER, "algo.kl_coef=0.001", "a small algo.entropy_coef"]),
-    "no_mixed_group": (5, ["a larger rollout.group_size", "a higher rollout.temperature", ROUNDS]),
-    "no_end_token": (5, [LONGER, "data.chat_template", "rollout.stop_token_ids", "rollout.stop"]),
-    "all_empty": (3, ["data.chat_template", "reward.default, if it prefers an empty answer", "rollout.stop", LOWER]),
-    "unchanged_push": (3, ["a higher train.lr", "model.dtype=fp32"]),
-    "idle_gpus": (10, ["more reward.workers", BIGGER, "a larger train.save_every", "a smaller rollout.max_new_tokens"]),
-    "memory_swings": (1, ["a lower train.max_tokens_per_micro_batch, so that rows are full", FULL, BIGGER]),
-    "uneven_experts": (10, ["megatron.moe_aux_loss_coeff=0.001", "a smaller parallel.ep", "a lower train.lr"]),
-    "exploding_gradients": (3, [LOWER, "a lower train.clip_grad", "algo.dual_clip=3", "algo.kl_coef=0.001"]),
-    "nothing_learnt": (5, [EASIER, ROUNDS, "a larger rollout.group_size", "train.patience=0, which never ends it"]),
+    "one_reward": (1, f"data.answer_key, reward.default or reward.by_source, {LONGER} or {EASIER}"),
+    "collapsed_rewards": (5, f"{LOWER}, algo.kl_coef=0.001 or a small algo.entropy_coef"),
+    "no_mixed_group": (5, f"a larger rollout.group_size, a higher rollout.temperature or {ROUNDS}"),
+    "no_end_token": (5, f"{LONGER}, data.chat_template, rollout.stop_token_ids or rollout.stop"),
+    "all_empty": (3, f"data.chat_template, reward.default, if it prefers an empty answer, rollout.stop or {LOWER}"),
+    "unchanged_push": (3, "a higher train.lr or model.dtype=fp32"),
+    "idle_gpus": (10, f"more reward.workers, {BIGGER}, a larger train.save_every or a smaller rollout.max_new_tokens"),
+    "memory_swings": (1, f"a lower train.max_tokens_per_micro_batch, so that rows are full, {FULL} or {BIGGER}"),
+    "uneven_experts": (10, "megatron.moe_aux_loss_coeff=0.001, a smaller parallel.ep or a lower train.lr"),
+    "exploding_gradients": (3, f"{LOWER}, a lower train.clip_grad, algo.dual_clip=3 or algo.kl_coef=0.001"),
+    "nothing_learnt": (5, f"{EASIER}, {ROUNDS}, a larger rollout.group_size or train.patience=0, which never ends it"),
 }

@@ -65,8 +65,7 @@ def test_a_rule_speaks_as_soon_as_its_evidence_is_enough(rule, before, step, ste
 
 def test_every_rule_names_keys_that_exist():
     """As do the remedies of memory."""
-    lists = [turn for _, turn in RULES.values()] + list(explain.MEMORY.values())
-    text = json.dumps([lists, [*explain.VLLM_MEMORY.values()]])
+    text = json.dumps([RULES, explain.MEMORY, explain.VLLM_MEMORY])
     keys = set(re.findall(r"\b(?:algo|data|megatron|model|parallel|reward|rollout|train)\.\w+(?:\.\w+)*", text))
     assert len(keys) >= 30 and keys <= legal_keys()
 
@@ -104,11 +103,8 @@ def test_memory_that_swings(peaks):
     assert advise(column("mem/train_peak_gb", peaks))[0]["memory_swings"] <= 10
 
 
-def test_a_gradient_that_doubles_and_where_time_goes():
-    assert advise(column("grad_norm", [0.3 * 2**n for n in range(12)]))[0] == {"exploding_gradients": 9}
-    waits = {"busy_frac": 0.3, "idle/grading": 0.5, "time/save": 2.0, "time/step": 10.0}
-    text = advise([waits] * 9)[1].add({"step": 10} | HEALTHY | waits)["idle_gpus"]
-    assert "ranks compute in 30% of a step; the largest of the rest is idle/grading" in text
+def test_a_gradient_that_doubles():
+    assert advise(column("grad_norm", [0.3 * 2**n for n in range(12)]))[0] == {"exploding_gradients": 10}
 
 
 def test_a_source_is_told_alone_and_the_cause_names_the_key():

@@ -12,48 +12,40 @@ from grpo.parts.base.versions import gib
 
 LESS, MORE = "rollout.gpu_memory_utilization down", "rollout.gpu_memory_utilization up"
 FEWER = "rollout.vllm.max_num_seqs down"
-SAMPLING = [LESS, FEWER, "rollout.tp up", "train.offload=optimizer"]
+SAMPLING = f"{LESS}; {FEWER}; rollout.tp up; train.offload=optimizer"
 MEMORY = {  # phase → what to turn, in the order in which to try it
-    "build": ["parallel.tp up", "parallel.pp up", "parallel.ep up", LESS, FEWER],
+    "build": f"parallel.tp up; parallel.pp up; parallel.ep up; {LESS}; {FEWER}",
     "rollout": SAMPLING,
     "eval": SAMPLING,
-    "logprob": ["train.logprob_max_tokens_per_micro_batch down", "algo.reference_on=host", "parallel.tp up"],
-    "train": [
-        "train.max_tokens_per_micro_batch down",
-        "megatron.recompute_granularity=full megatron.recompute_method=uniform megatron.recompute_num_layers=1",
-        "parallel.tp up",
-        "parallel.cp up",
-        "megatron.optimizer_cpu_offload=true megatron.use_precision_aware_optimizer=true",
-    ],
-    "sync": ["rollout.sync_bucket_mb down", LESS, "parallel.tp up"],
-    "save": ["parallel.tp up", "parallel.pp up", LESS],
+    "logprob": "train.logprob_max_tokens_per_micro_batch down; algo.reference_on=host; parallel.tp up",
+    "train": "train.max_tokens_per_micro_batch down; megatron.recompute_granularity=full "
+    "megatron.recompute_method=uniform megatron.recompute_num_layers=1; parallel.tp up; parallel.cp up; "
+    "megatron.optimizer_cpu_offload=true megatron.use_precision_aware_optimizer=true",
+    "sync": f"rollout.sync_bucket_mb down; {LESS}; parallel.tp up",
+    "save": f"parallel.tp up; parallel.pp up; {LESS}",
 }
 
-HOST_MEMORY = [
-    "rollout.tp up: a copy of the weights an engine",
-    "reward.workers down",
-    "fewer ranks on a machine, or more memory for the job (Slurm: --mem, Docker: --memory)",
-]
+HOST_MEMORY = (
+    "rollout.tp up: a copy of the weights an engine; reward.workers down; fewer ranks on a machine, or more memory for "
+    "the job (Slurm: --mem, Docker: --memory)"
+)
 
 OTHERS = "end what else uses this GPU (nvidia-smi shows it)"
 NO_CACHE = "No available memory for the cache blocks"
-NO_STATES = "exceeds available Mamba cache"
 # What vLLM says if memory is short → what to turn. It has a budget of its own, whatever the phase.
 VLLM_MEMORY = {
-    NO_CACHE: [MORE, "rollout.tp up", "rollout.vllm.max_num_batched_tokens down"],
-    NO_STATES: [FEWER, MORE, "rollout.tp up"],  # states of linear attention
-    "larger than the available KV cache": [
-        MORE, "rollout.tp up", "data.max_prompt_tokens or rollout.max_new_tokens down",
-    ],
-    "on startup is less than": [LESS, "rollout.tp up", OTHERS],
-    "Error in memory profiling": [OTHERS, "start again", LESS],
-    "Memory usage increased after sleeping": [OTHERS, "start again with resume=auto"],
-    "when warming up": [FEWER, LESS, "rollout.tp up"],
-    "out of memory at": [LESS, "parallel.tp up", "parallel.pp up"],  # its allocator, at wake
-    "on kv cache allocation is less than": [  # on a CPU
-        "VLLM_CPU_KVCACHE_SPACE down", "rollout.tp up", "fewer ranks on a machine",
-    ],
-}  # fmt: skip
+    NO_CACHE: f"{MORE}; rollout.tp up; rollout.vllm.max_num_batched_tokens down",
+    "exceeds available Mamba cache": f"{FEWER}; {MORE}; rollout.tp up",  # states of linear attention
+    "larger than the available KV cache": f"{MORE}; rollout.tp up; "
+    "data.max_prompt_tokens or rollout.max_new_tokens down",
+    "on startup is less than": f"{LESS}; rollout.tp up; {OTHERS}",
+    "Error in memory profiling": f"{OTHERS}; start again; {LESS}",
+    "Memory usage increased after sleeping": f"{OTHERS}; start again with resume=auto",
+    "when warming up": f"{FEWER}; {LESS}; rollout.tp up",
+    "out of memory at": f"{LESS}; parallel.tp up; parallel.pp up",  # its allocator, at wake
+    # on a CPU
+    "on kv cache allocation is less than": "VLLM_CPU_KVCACHE_SPACE down; rollout.tp up; fewer ranks on a machine",
+}
 
 LOST_WORDS = ("onnection", "remote process exited", "network error")  # of gloo and NCCL, which have no class for it
 
@@ -103,4 +95,4 @@ def out_of_memory(phase, error) -> str | None:
         return None
 
     reason = (text or type(error).__name__).splitlines()[0]
-    return f"out of {kind}: {reason}\n  turn one of: {'; '.join(turn)}"
+    return f"out of {kind}: {reason}\n  turn one of: {turn}"

@@ -8,7 +8,6 @@ import shutil
 import socket
 import threading
 import time
-from collections import defaultdict
 from datetime import timedelta
 from pathlib import Path
 
@@ -108,14 +107,13 @@ def check_ranks(config: dict, key, data: dict[str, str]):
 
 def check_clocks():
     """A warning if the clocks of machines differ. All ranks call this together, just after another collective."""
-    clocks = defaultdict(list)
+    clocks = {}
     for machine, now in ranks.gather((socket.gethostname(), time.time())):
-        clocks[machine].append(now)
+        clocks[machine] = min(now, clocks.get(machine, now))  # a busy rank can only be late
 
-    first = {machine: min(times) for machine, times in clocks.items()}  # a busy rank can only be late
-    apart = max(first.values()) - min(first.values())
+    behind, ahead = min(clocks, key=clocks.get), max(clocks, key=clocks.get)
+    apart = clocks[ahead] - clocks[behind]
     if apart > CLOCKS_APART_S and dist.get_rank() == 0:
-        ahead, behind = max(first, key=first.get), min(first, key=first.get)
         print(f"warning: the clock of {ahead} is {apart:.1f} s ahead of {behind}'s: synchronise them (NTP)", flush=True)
 
 
@@ -157,7 +155,7 @@ def check_host_memory(cfg):
     if needed > free:
         ranks.say(
             f"warning: {local} rank(s) on this machine will hold about {gib(needed)} of host memory, {gib(free)} are "
-            f"free: the system may kill them without a word (torchrun's exitcode -9). {'; '.join(HOST_MEMORY)}"
+            f"free: the system may kill them without a word (torchrun's exitcode -9). {HOST_MEMORY}"
         )
 
 

@@ -185,12 +185,12 @@ def shortage(cfg, found: Plan) -> str | None:
     if over:
         sizes = ", ".join(f"{phase} by {max(size / GB, 0.1):.1f} GB" for phase, size in over.items())
         lines.append(f"the plan does not fit a GPU of {found.gpu / GB:.1f} GB: {sizes}")
-        lines += [f"  {phase}: turn one of {'; '.join(MEMORY[phase])}" for phase in over]
+        lines += [f"  {phase}: turn one of {MEMORY[phase]}" for phase in over]
 
     if found.sampling.sequences == 0:
         lines.append(
             f"vLLM's share of the GPU has no room for one sample of {configuration.longest_sample(cfg)} tokens\n"
-            f"  turn one of {'; '.join(VLLM_MEMORY[NO_CACHE])}"
+            f"  turn one of {VLLM_MEMORY[NO_CACHE]}"
         )
     return "\n".join(lines) or None
 
