@@ -22,8 +22,8 @@ class StopRequested(Exception):
 class Clock:
     """Every rank makes one after init_process_group, on its main thread: `with clock("train"): ...`.
 
-    `seconds` is {phase: wall seconds} of the step so far, `memory` the memory of its phases. A `profiler` shows the
-    phases. The watchdog ends a run in which no rank finishes a phase for `stall_timeout_s`; 0 turns it off.
+    `seconds` is {phase: wall seconds} of the step so far, `memory` the memory of its phases. The watchdog ends a run in
+    which no rank finishes a phase for `stall_timeout_s`; 0 turns it off.
     """
 
     def __init__(self, stall_timeout_s: float, profiler: Profiler | None = None):
@@ -53,10 +53,13 @@ class Clock:
         self.watchdog.enter(phase)
         self.memory.enter(phase)
         start = time.perf_counter()
-        with self.profiler.range(phase) if self.profiler else contextlib.nullcontext():
+        with torch.profiler.record_function(phase):
+            if torch.cuda.is_available():
+                torch.cuda.nvtx.range_push(phase)  # for nsys
             yield
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
+                torch.cuda.nvtx.range_pop()
 
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
         self.memory.leave(phase)
@@ -81,10 +84,15 @@ class Clock:
 
 
 # Of Ctrl-C, a scheduler, a terminal that closes, Ctrl-\, and Slurm's --signal=USR1
-STOP_SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1]
-if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # as nohup does
-    STOP_SIGNALS.remove(signal.SIGHUP)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 SAME_REQUEST_S = 2.0  # a scheduler may signal every process while torchrun passes the same signal on
+
+
+def handle_stop_signals(handler):
+    """Set the handler of STOP_SIGNALS. SIGHUP stays ignored if it is, as under nohup."""
+    for number in STOP_SIGNALS:
+        if signal.getsignal(number) != signal.SIG_IGN or number != signal.SIGHUP:
+            signal.signal(number, handler)
 
 
 class StopSignals:
@@ -100,8 +108,7 @@ class StopSignals:
         os.set_blocking(write, False)
         # A handler waits until the main thread is back in Python; the pipe is written at once, even in a collective.
         signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-        for number in STOP_SIGNALS:
-            signal.signal(number, lambda *_: None)
+        handle_stop_signals(lambda *_: None)
         threading.Thread(target=self._listen, args=(read,), daemon=True).start()
 
     def _listen(self, pipe: int):

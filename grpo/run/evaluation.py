@@ -19,7 +19,7 @@ from grpo.parts.base.read_config import load_config, override, validate
 from grpo.parts.base.require import require
 from grpo.parts.base.rollout_files import write_rows
 from grpo.parts.model import checkpoint, optimizer_state
-from grpo.run.clock import STOP_SIGNALS, Clock
+from grpo.run.clock import Clock, handle_stop_signals
 from grpo.run.inputs import Inputs, check_base, print_prompts, read
 from grpo.run.launch import joined, prepare_process
 from grpo.run.preflight import configuration, machines, options
@@ -74,8 +74,7 @@ def started(args, engine: type) -> Iterator[Sampler]:
             gc.collect()  # the trainer's model, before vLLM measures free memory
             torch.cuda.empty_cache()
 
-        for number in STOP_SIGNALS:
-            signal.signal(number, signal.SIG_DFL)  # there is nothing to save, so a signal ends the process
+        handle_stop_signals(signal.SIG_DFL)  # there is nothing to save, so a signal ends the process
         clock.watchdog.enter("build")
         awake = engine(inputs.model_path, cfg.model, cfg.rollout, configuration.longest_sample(cfg), asleep=False)
         grading = GradingPool(cfg.reward)

@@ -1,6 +1,5 @@
-"""torch.profiler over a window of steps of a rank; the phases of the clock are ranges in its trace, and in nsys's."""
+"""torch.profiler over a window of steps of a rank; the phases of the clock are ranges in its trace."""
 
-import contextlib
 from pathlib import Path
 
 import torch
@@ -29,16 +28,6 @@ class Profiler:
             self.torch = torch.profiler.profile(schedule=lambda step: ProfilerAction.RECORD)  # so a step is a range
             self.torch.step_num = step
             self.torch.start()
-
-    @contextlib.contextmanager
-    def range(self, phase):
-        """Name what happens inside, while this records."""
-        with contextlib.ExitStack() as ranges:
-            if self.torch:
-                ranges.enter_context(torch.profiler.record_function(phase))
-                if torch.cuda.is_available():
-                    ranges.enter_context(torch.cuda.nvtx.range(phase))  # for nsys
-            yield
 
     def close(self):
         """Write the file, if anything was recorded."""
