@@ -142,17 +142,15 @@ def warnings(cfg, world_size) -> list[str]:
 
 def extremes(cfg) -> list[str]:
     """Numbers beside which nothing is learnt."""
-    a, t = cfg.algo, cfg.train
-    decay = t.lr * t.weight_decay
-    found = {
-        f"train.warmup_steps={t.warmup_steps} of train.steps={t.steps}: the learning rate rises to the very end": (
-            t.warmup_steps >= t.steps
-        ),
-        f"train.lr · train.weight_decay = {decay:g}: each update takes this share of every weight away": decay >= 0.1,
-        f"train.lr={t.lr:g}: an update moves each weight by about as much, and most are far below 1": t.lr >= 0.1,
-    }
+    t = cfg.train
+    found = []
+    if t.warmup_steps >= t.steps:
+        found.append(f"train.warmup_steps={t.warmup_steps} of train.steps={t.steps}: the learning rate only rises")
+    if t.lr * t.weight_decay >= 0.1:
+        found.append(f"train.lr · train.weight_decay = {t.lr * t.weight_decay:g} of each weight goes with an update")
 
     for key in ("kl_coef", "entropy_coef", "teacher_coef"):
-        value = getattr(a, key)
-        found[f"algo.{key}={value:g}: beside it the reward does not count, as advantages are about 1"] = value >= 10
-    return [text for text, holds in found.items() if holds]
+        value = getattr(cfg.algo, key)
+        if value >= 10:
+            found.append(f"algo.{key}={value:g}: beside it the reward does not count, as advantages are about 1")
+    return found
