@@ -226,7 +226,7 @@ def train_step(run: Run, step: int) -> tuple[dict, list[Sample]]:
             # Before the weights move: the log-probs of this pass are of the weights that vLLM sampled with.
             if run.guard.may_step(report, weighted, cfg, step, number):
                 report["grad_norm"] = bridge.optimizer_step(run.optimizer, t.lr, t.offload == "optimizer")
-            run.guard.stepped(report, weighted, micro_batches)
+            run.guard.stepped(report, micro_batches)
             reports.append(report)
 
     with clock("sync"):

@@ -160,14 +160,10 @@ class Progress:
         }
 
 
-def answers_bar(groups: Iterable, count: int) -> Iterable:
-    """The groups of answers as an engine finishes them, under a bar of answers and tokens/s on a terminal."""
-    tokens = 0
+def answers_bar(groups: Iterable, count) -> Iterable:
+    """The groups of answers as an engine finishes them, under a bar of answers on a terminal."""
     disable = None if dist.get_rank() == 0 else True  # None means: unless standard error is a terminal
     with tqdm(total=count, unit="answer", desc="rollout", leave=False, disable=disable, delay=2) as bar:
         for number, answers in groups:
-            tokens += sum(len(answer.ids) for answer in answers)
-            seconds = max(bar.format_dict["elapsed"], 1e-9)
-            bar.set_postfix_str(f"{tokens / seconds:.0f} tokens/s", refresh=False)
             bar.update(len(answers))
             yield number, answers

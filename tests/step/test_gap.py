@@ -111,9 +111,9 @@ def test_a_gap_that_the_configuration_intends_is_told_once(check, capsys, key):
 
 
 def test_bounds_of_ones_own_stop(check):
-    with pytest.raises(TrainingError, match=r"mean .*, bound 5.0e-02 \(rollout.max_logp_gap\)"):
+    with pytest.raises(TrainingError, match=r" by .*, bound 5.0e-02 \(rollout.max_logp_gap\)"):
         check(normal(0.06), "rollout.max_logp_gap=0.05")
-    with pytest.raises(TrainingError, match=r"largest .*, bound 5.0e-02 \(rollout.max_logp_gap\)"):
+    with pytest.raises(TrainingError, match=r" by .*, bound 5.0e-02 \(rollout.max_logp_gap\)"):
         check(normal(0.04), "rollout.max_logp_gap=0.05", "model.dtype=fp32")
     kept = new()
     for _ in range(3):  # missing ones of 4 count as 0

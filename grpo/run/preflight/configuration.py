@@ -285,8 +285,7 @@ def check_model(cfg, path, rollout_tp, key="model.path"):
         raise UserError(f"{model}: {' '.join(str(error).split())[:300]}{kind}") from None
 
     # What its layers compute has a counterpart here.
-    said = str(hf.quantised)[:80]
-    require(not hf.quantised, f"{model}: quantization_config in its config.json is {said}; {QUANTISED}")
+    require(not hf.quantised, f"{model}: its config.json has a quantization_config; {QUANTISED}")
     family = (hf.architectures or ["?"])[0]
     require(family in bridge.FAMILIES, f"{model} is a {family}; supported are {', '.join(bridge.FAMILIES)}")
     if bridge.has_linear_attention(hf):
