@@ -6,7 +6,6 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +95,7 @@ def read_files(cfg, parts: list[str], weights: bool) -> tuple[Config, Inputs]:
         check_opening(own[0], cfg.data, tokenizer)
         turns.check(cfg, tokenizer, vocab_size, own[0].row)
         prompts[part] = own
-        ends = own_ends if ends is None else ends
+        ends = ends or own_ends
 
     other = teacher.another(cfg)
     if other and weights:
@@ -139,8 +138,8 @@ def with_steps(cfg, prompts: int) -> Config:
     """The configuration with `train.steps`, computed from `train.epochs` if it is set: passes over all prompts."""
     if cfg.train.epochs is None:
         return cfg
-    passes = Fraction(str(cfg.train.epochs))  # 1.1 epochs of 100 prompts are 110, not 110.00000000000001
-    return override(cfg, {"train.steps": math.ceil(passes * prompts / cfg.rollout.prompts_per_step)})
+    steps = cfg.train.epochs * prompts / cfg.rollout.prompts_per_step
+    return override(cfg, {"train.steps": math.ceil(round(steps, 6))})  # 1.1 · 100 is 110.00000000000001
 
 
 def print_prompts(cfg, inputs):
