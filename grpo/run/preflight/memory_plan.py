@@ -181,11 +181,13 @@ def describe(cfg, world_size, found: Plan) -> str:
 def shortage(cfg, found: Plan) -> str | None:
     """What of a plan does not fit, and what to turn. None if all fits."""
     lines = []
-    over = {phase: total(parts) - found.gpu for phase, parts in found.phases.items() if total(parts) > found.gpu}
-    if over:
-        sizes = ", ".join(f"{phase} by {max(size / GB, 0.1):.1f} GB" for phase, size in over.items())
-        lines.append(f"the plan does not fit a GPU of {found.gpu / GB:.1f} GB: {sizes}")
-        lines += [f"  {phase}: turn one of {MEMORY[phase]}" for phase in over]
+    for phase, parts in found.phases.items():
+        over = total(parts) - found.gpu
+        if over > 0:
+            lines.append(
+                f"{phase} does not fit a GPU of {found.gpu / GB:.1f} GB, by {max(over / GB, 0.1):.1f} GB\n"
+                f"  turn one of {MEMORY[phase]}"
+            )
 
     if found.sampling.sequences == 0:
         lines.append(
