@@ -108,10 +108,7 @@ def cuda(found: dict) -> Iterator[Row]:
         text = f"torch is a build for the CPU: {len(smi['gpus'])} GPUs stay idle"
         yield Row("CUDA", text, WARN if meant else STOP, "pip install -r requirements.txt in a new environment")
     else:
-        yield Row("CUDA", built or "none: torch is a build for the CPU")
-    if built:
-        text = torch["nccl"] or "none: torch is a build without it"
-        yield row_if(not torch["nccl"], "NCCL", text, "several GPUs need it: " + INSTALL)
+        yield Row("CUDA", f"{built}, NCCL {torch['nccl']}" if built else "none: torch is a build for the CPU")
 
     oldest = OLDEST_DRIVER.get(numbers(built)[0], 0) if built else 0
     driver = found["driver"]

@@ -129,7 +129,7 @@ SLIDING = {"layer_types": ["linear_attention", "sliding_attention"]}
 MODELS = [  # what differs in config.json, overrides, what the refusal says
     ({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}, "", "is a GPT2LMHeadModel; supported are LlamaFor"),
     ({"hidden_act": "gelu"}, "", "hidden_act='gelu'"),
-    ({"quantization_config": {"quant_method": "awq"}}, "", "{'quant_method': 'awq'}; quantised weights (AWQ, "),
+    ({"quantization_config": {"quant_method": "awq"}}, "", "has a quantization_config; quantised weights (AWQ, "),
     ({"rope_parameters": YARN}, "", "rope type 'yarn' is not supported"),
     *(
         ({"num_attention_heads": 12, "num_key_value_heads": 3}, f"{key}=4", f"{key}=4 neither divides the model's "

@@ -67,7 +67,6 @@ FAULTS = {  # name → (what differs from SOUND, (item, verdict, what is found a
         {"smi.gpus": [], "smi.links": [], "smi.error": "exit code 18: Driver/library version mismatch"},
         ("driver", STOP, "Driver/library version mismatch → .*reboot"),
     ),
-    "no NCCL": ({"torch.nccl": None}, ("NCCL", WARN, "a build without it → several GPUs need it")),
     "an old GPU": ({"torch.gpus.0.capability": "7.5"}, ("compute capability", STOP, "7.5; .* → .*A100")),
     "a lost GPU": ({"torch.gpus": SOUND["torch"]["gpus"][:1]}, ("GPUs", WARN, "2 are in this machine → .*dmesg")),
     "no compiler": ({"build_tools.C compiler": None}, ("C compiler, Python.h", STOP, "no C compiler → .*apt-get")),
@@ -117,9 +116,7 @@ def test_each_fault_is_told_and_nothing_else(fault, monkeypatch, capsys):
 
 
 def test_the_version_of_nccl_is_shown():
-    assert ("NCCL", "2.29.3") in [row[:2] for row in rows(SOUND)]
-    cpu = changed({"torch.cuda": None, "torch.nccl": None, "smi.gpus": [], **UNSEEN})
-    assert "NCCL" not in [row.item for row in rows(cpu)]
+    assert ("CUDA", "13.0, NCCL 2.29.3") in [row[:2] for row in rows(SOUND)]
 
 
 def test_it_reads_what_nvidia_smi_prints(tmp_path, monkeypatch):
