@@ -61,6 +61,12 @@ def write(name, rows):
         {".parquet": table.to_parquet, ".csv": table.to_csv, "": table.save_to_disk}[path.suffix](path)
 
 
+def wordy(template):
+    """A tokenizer of any text, with a chat template."""
+    made = make_tiny.bpe_tokenizer(["arguments"], 300)
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, chat_template=template)
+
+
 @pytest.fixture
 def load(tokenizer):
     """load("a file", option=...) → its prompts."""
@@ -145,8 +151,7 @@ CALLS = "{% for m in messages %}{{ m.tool_calls | tojson if m.tool_calls else m.
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.parquet"])
 def test_a_message_has_its_own_keys_and_not_those_of_other_rows(name):
-    bpe = make_tiny.bpe_tokenizer(["arguments"], 300)
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=bpe, chat_template=CALLS)
+    tokenizer = wordy(CALLS)
     calls = [{"flag": [1, 2]}, {"text": "934"}, {"number": {"x": 1}}]
     chats = [
         [{"role": "user", "content": "7"}, {"role": "assistant", "content": None, "tool_calls": [{"arguments": call}]}]
@@ -164,10 +169,7 @@ def test_an_answer_is_the_text_that_a_json_file_has(load):
     Path("a.jsonl").write_text("\ufeff" + rows)
     prompts = load("a.jsonl")
     assert [p.answer for p in prompts] == [*texts[:5], "True", "2024-05-01", "007"]
-    assert (
-        prompts[3].row == {"prompt": "1", "answer": 0.5}
-        and pickle.loads(pickle.dumps(prompts[3].row)) == prompts[3].row
-    )
+    assert prompts[3].row == {"prompt": "1", "answer": 0.5} == pickle.loads(pickle.dumps(prompts[3].row))
 
 
 def test_the_model_goes_on_with_an_assistants_message(load, tokenizer):
@@ -184,8 +186,7 @@ TOOLS = "{{ tools | tojson if tools }}{% if enable_thinking %}={% endif %}" + RO
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "text.parquet"])
 def test_a_row_brings_its_own_tools_and_options_of_the_template(name):
-    made = make_tiny.bpe_tokenizer(["arguments"], 300)
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=made, chat_template=TOOLS)
+    tokenizer = wordy(TOOLS)
     tools = [[{"name": "f", "x": {"a": 1}}], [{"name": "g", "x": {"b": 2}}], None, []]
     options = [{"enable_thinking": True, "z": 1}, {"enable_thinking": False}, {"z": 1}, None]
     if name == "text.parquet":
@@ -202,23 +203,17 @@ CHATML = (
 )
 RENDERED = {  # of a template and a text of a later row, whether the text has been through the template
     (CHATML, "<|im_start|>user\n2<|im_end|>\n"): True,
-    (CHATML, "\n<|im_start|>system\n1<|im_end|>\n<|im_start|>user\n2<|im_end|>\n<|im_start|>assistant\n"): True,
     (CHATML, "<|im_start|> is what?"): False,
-    (CHATML, "Of <|im_start|>user 2<|im_end|>"): False,
     ("<s>" + CHATML, "<s><|im_start|>user\n2<|im_end|>"): True,
     ("<s>[INST] {{ messages[-1].content }} [/INST]", "[INST] 2 [/INST]"): True,
-    ("<s>USER: {{ messages[-1].content }} ASSISTANT:", "USER: 2 ASSISTANT:"): True,
-    ("+{{ messages[-1].content }}=", "+2="): True,
     ("+{{ messages[-1].content }}=", "+2"): False,
-    ("-{{ messages[-1].content }}", "-2"): False,
 }
 
 
 @pytest.mark.parametrize("template, text", RENDERED)
 @pytest.mark.parametrize("chat", [False, True])
 def test_every_prompt_is_looked_at_for_a_template(template, text, chat):
-    made = make_tiny.bpe_tokenizer(["arguments"], 300)
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=made, chat_template=template)
+    tokenizer = wordy(template)
     value = [{"role": "user", "content": text}] if chat else text
     write_rows(Path("a.jsonl"), [{"prompt": "2", "answer": "1"}, {"prompt": value, "answer": "1"}])
     cfg = DataConfig(train={"a.jsonl": 1})
@@ -243,7 +238,6 @@ WARNED = {  # rows, of which all but the last are three times in the file → wh
         "3 of 4 prompts end with",
     ),
     "begun": ([{"prompt": [SAID], "answer": "8"}, {"prompt": [SAID], "answer": "7"}], ""),
-    "no answer": ([{"prompt": [SAID], "answer": ""}, {"prompt": [SAID], "answer": ""}], ""),
     "tools": ([{"prompt": "1", "answer": "1", "tools": [{"a": 1}]}] * 2, "rows have 'tools', which"),
     "no tools": ([{"prompt": "1", "answer": "1", "tools": "[]"}] * 2, ""),
 }
@@ -315,12 +309,10 @@ LOSES = (
 )
 READINGS = [  # architecture, tokenizer_config.json, what is changed of the tokenizer, what is said
     ("llama", {"tokenizer_class": "LlamaTokenizerFast"}, {}, LOSES),
-    ("llama", {"tokenizer_class": "PreTrainedTokenizerFast"}, {}, None),
     ("mistral", {"tokenizer_class": "LlamaTokenizer"}, {}, None),  # transformers takes no class for its word
     ("llama", {"tokenizer_class": "Qwen2Tokenizer"}, {}, "warning: .*Qwen2Tokenizer of transformers gives 1 of 1"),
     ("llama", {"clean_up_tokenization_spaces": True, "add_bos_token": True, "bos_token": "<eos>"}, {}, None),
     ("llama", {}, {"normalizer": tokenizers.normalizers.Lowercase()}, None),
-    ("llama", {"added_tokens_decoder": {"300": {"content": "tool", "special": True}}}, {}, None),
 ]
 
 
@@ -400,8 +392,6 @@ def fails(name):
     yield {"prompt": "1", "answer": "1"}
     raise KeyError(name)
 
-def nothing(name):
-    return []
 """
 
 
@@ -419,7 +409,6 @@ def test_rows_of_a_function(load, tokenizer):
     for function, message in {
         "no_dict": "row 2 of data.train=3 is a list, not a dict",
         "fails": r"for data.train=3 it failed: KeyError: '3' \(rows_of_mine.py, line 13\)",
-        "nothing": "it yields no rows for data.train=3",
         "nowhere": "rows_of_mine.py has no function 'nowhere'",
     }.items():
         with pytest.raises(ValueError, match=rf"^data\.custom=rows_of_mine\.py:{function}: .*{message}"):
@@ -427,30 +416,13 @@ def test_rows_of_a_function(load, tokenizer):
 
 
 GOOD = b'{"prompt": "1", "answer": "1"}\n'
-MEDIA = {
-    "image": b'"a.png"',
-    "images": b'["a"]',
-    "video": b'{"path": "a"}',
-    "videos": b'["a"]',
-    "audio": b'{"array": [0.1]}',
-    "audios": b'["a"]',
-}
 BAD_FILES = {
     "empty.jsonl": (b"", "empty.jsonl has no rows"),
-    "blank.jsonl": (b"\n\n", "blank.jsonl has no rows"),
-    "header.csv": (b"prompt,answer\n", "header.csv: it has no rows"),
     "broken.jsonl": (GOOD + b'\n{"prompt": ', "broken.jsonl, line 3: Expecting value"),
-    "no_comma.json": (
-        b'[{"prompt": "1"} {"prompt": "2"}]',
-        "no_comma.json: Expecting ',' or the end of the list: line 1",
-    ),
     "cut.json": (b'[{"prompt": "1"}', "cut.json: Expecting ',' or the end of the list: line 1 column 17"),
-    "two.json": (b'[{"prompt": "1"}] [', "two.json: Expecting ',' or the end of the list: line 1 column 17"),
     "no_object.json": (b'[{"prompt": "1"}, "\\u005d"]', "no_object.json, row 2: not a JSON object"),
-    "deep.jsonl": (
-        GOOD + b'{"prompt": ' + b"[" * 20000,
-        "deep.jsonl, line 2: too many lists or objects are inside each other",
-    ),
+    "deep.jsonl": (GOOD + b'{"prompt": ' + b"[" * 20000, "deep.jsonl, line 2: too many lists"),
+    "deep.json": (b'[{"prompt": "1", "answer": %s}]' % (b"[" * 700 + b"]" * 700), "deep.json: too many lists"),
     "broken.json": (b'[{"prompt": "1"},\n{"prompt": ]', "broken.json: Expecting value: line 2 column 12"),
     "scalar.jsonl": (GOOD + b"5\n", "scalar.jsonl, line 2: not a JSON object"),
     "latin.jsonl": (
@@ -469,30 +441,12 @@ BAD_FILES = {
         b'{"prompt": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "1"}]}], "answer": "1"}',
         "image.jsonl, row 1: 'prompt' has a part of type 'image', and models are trained on text alone",
     ),
-    **{
-        f"{column}.jsonl": (
-            GOOD + b'{"prompt": "1", "answer": "1", "%s": %s}' % (column.encode(), value),
-            f"row 2: {column!r} is not",
-        )
-        for column, value in MEDIA.items()
-    },
+    "video.jsonl": (GOOD + b'{"prompt": "1", "answer": "1", "video": {"path": "a"}}', "row 2: 'video' is not"),
     "placeholder.jsonl": (
         b'{"prompt": "<image>1", "answer": "1", "images": []}',
         "row 1: 'images' .* its <image> is in",
     ),
-    **{
-        f"{depth}.{kind}": (before + b'{"prompt": "1", "answer": %s}' % (b"[" * depth + b"]" * depth) + after, said)
-        for depth in (700, 20_000)
-        for kind, before, after, said in (
-            ("jsonl", GOOD, b"", "jsonl, line 2: too many lists"),
-            ("json", b"[", b"]", "json.*: too many lists"),
-        )
-    },
     "tools.jsonl": (b'{"prompt": "1", "answer": "1", "tools": "hammer"}', "row 1: 'tools' must be a list"),
-    "deep_tools.jsonl": (
-        b'{"prompt": "1", "answer": "1", "tools": "%s"}' % (b"[" * 20_000),
-        "row 1: 'tools' must be a list",
-    ),
     "kwargs.jsonl": (
         b'{"prompt": "1", "answer": "1", "chat_template_kwargs": {"tokenize": true}}',
         "row 1: .*'tokenize'",
@@ -564,13 +518,10 @@ configs:
     "name, train, found",
     [
         ("default", "a", "questions-0 questions-1"),
-        ("default", "a:test", "held_out"),
         ("main", "a:main:train", "questions-0 questions-1"),
-        ("main", "a:more:train", "train"),
         ("main", "a:more:test", "test"),
         ("main", "a", r"Config name is missing.* \['main', 'more'\]"),
         ("main", "a:other:train", r"FOLDER:CONFIGURATION:SPLIT.* 'other' not found. Available: \['main', 'more'\]"),
-        ("main", "a:main:dev", "no data files of the split 'dev'; give a:split with one of train, test"),
     ],
 )
 def test_a_folders_card_says_which_files_are_of_which_split(name, train, found):
@@ -588,19 +539,17 @@ def test_columns_of_type_json_are_what_their_text_says(load, tokenizer):
     tokenizer.chat_template = ROLES
     chat = [{"role": "user", "content": "7", "name": None}, {"role": "system", "content": "8"}]
     rows = [
-        {"prompt": "12>", "chat": chat, "calls": [{"role": "user", "f": [{"a": None}]}], "answer": "007"},
+        {"prompt": "12>", "chat": chat, "calls": [{"f": [{"a": None}]}], "answer": "007"},
         {"prompt": chat[:1], "chat": chat, "calls": None, "answer": [10**15, 0.5]},
     ]
-    calls = {"role": datasets.Value("string"), "f": datasets.List(datasets.Json())}
-    features = {"prompt": datasets.Json(), "chat": datasets.List(datasets.Json()), "calls": datasets.List(calls)}
-    features = datasets.Features(features | {"answer": datasets.Json()})
-    datasets.Dataset.from_list(rows, features).to_parquet("a.parquet")
-    for key, texts in {"prompt": ["-12>", "-7"], "chat": ["-7+8", "-7+8"]}.items():
+    text, texts = datasets.Json(), datasets.List(datasets.Json())
+    features = {"prompt": text, "chat": texts, "calls": datasets.List({"f": texts}), "answer": text}
+    datasets.Dataset.from_list(rows, datasets.Features(features)).to_parquet("a.parquet")
+
+    for key, said in {"prompt": ["-12>", "-7"], "chat": ["-7+8", "-7+8"]}.items():
         prompts = load("a.parquet", prompt_key=key)
-        assert [tokenizer.decode(p.ids) for p in prompts] == texts
+        assert [tokenizer.decode(p.ids) for p in prompts] == said
         assert [p.row for p in prompts] == rows and [p.answer for p in prompts] == ["007", [10**15, 0.5]]
-    datasets.Dataset.from_dict({"x": rows[:1]}, datasets.Features({"x": datasets.Json()})).to_parquet("b.parquet")
-    assert load("b.parquet", prompt_key="x.prompt", answer_key="x.answer")[0].answer == "007"
 
 
 @pytest.mark.parametrize("name", ["a.json", "a.jsonl"])
@@ -610,7 +559,7 @@ def test_a_file_changed_while_the_run_reads_it(load, monkeypatch, name):
     prompts, before = load(name), Path(name).read_bytes()
     Path(name).touch()
     assert [p.answer for p in prompts] == [row["answer"] for row in ROWS]
-    for change in (before.replace(b"007", b"008"), b"\n" + before, before[:9], b""):
+    for change in (before.replace(b"007", b"008"), b""):
         Path(name).write_bytes(change)
         with pytest.raises(RankError, match=rf"{name} was changed while the run reads it"):
             prompts[0]
@@ -623,7 +572,6 @@ def test_a_file_changed_while_the_run_reads_it(load, monkeypatch, name):
     [
         ({"more": [[1, 2], [3, 4]]}, "columns besides the prompt"),
         ({"answer": "2"}, "rows, columns besides the prompt"),
-        ({"prompt": "13>"}, "rows, token ids"),
         ({"template": "{{ messages[0].content }}="}, "token ids"),
         ({"letters": ">321"}, "token ids"),
         ({}, ""),
@@ -651,7 +599,6 @@ def test_files_that_do_not_go_together(load):
     for names, message in [
         (["b.parquet", "number.parquet"], r": a column must have one type in all files: .*answer.*int64.*string"),
         (["a.jsonl", "b.parquet"], r"mixes file types \(.*a\.jsonl, .*b\.parquet\)"),
-        (["."], "mixes file types"),
         (["empty"], "empty .*: The directory at .*empty doesn't contain any data files"),
         (["nowhere/*.jsonl"], "no such file; use a file ending in"),
     ]:
@@ -664,11 +611,7 @@ def test_files_that_do_not_go_together(load):
     [
         ({"prompt_key": "promt"}, r"^data\.prompt_key='promt': no such column in .*nearest is 'prompt'"),
         ({"answer_key": "reward_model.truth"}, "nearest is 'reward_model.ground_truth', all are .*extra_info.index"),
-        (
-            {"hint_key": "thought"},
-            r"^data\.hint_key='thought': no such column in .*verl\.parquet; all are data_source, ",
-        ),
-        ({"answer_key": "prompt.content"}, r"^data\.answer_key='prompt.content'"),
+        ({"hint_key": "thought"}, r"^data\.hint_key='thought': no such column in .*verl\.parquet; all are data_source"),
     ],
 )
 def test_unknown_column(load, options, message):
