@@ -38,12 +38,9 @@ MEGATRON = {
     "loss_scale=8": "only fp16 needs a loss scale; leave it out, or use model.dtype=fp16",
     "moe_token_dispatcher_type=flex": "must be 'alltoall' or 'allgather'",
     "moe_token_dispatcher_type=allgather": "is a Qwen2ForCausalLM, which has no experts",
-    "moe_permute_fusion=true": "see docs/options.md; the fields that may be set are adam_eps, ",
     "optimizer_offload_fraction=0.5": "no effect without megatron.optimizer_cpu_offload=True",
     "optimizer_cpu_offload=true": "use model.dtype=bf16",
-    "recompute_method=uniform": "no effect without megatron.recompute_granularity='full'",
     "overlap_grad_reduce=1": "must be a valid boolean",
-    "moe_aux_loss_coeff=0.01": "is a Qwen2ForCausalLM, which has no experts",
 }
 VLLM = {
     "max_num_seqs='8'": "max_num_seqs='8': must be a valid integer",
@@ -56,26 +53,20 @@ VLLM = {
     "overrides, needles",
     [
         ("resume=no", ["resume=False: must be none, auto, or the folder of a checkpoint"]),
-        ("reward.functions.x.type=math", ["functions.x={'type': 'math'}: must be file.py:function, or the name"]),
         ("model.dtype=float16", ["'float16': must be 'bf16', 'fp16' or 'fp32'"]),
         ("actor.megatron.override_transformer_config.fp16=true", ["here model.dtype"]),
         ("train", ["section.key=value"]),
         ("parallel.tp=3", ["parallel.tp · pp · cp = 3 does", "world size 4", "--world-size"]),
         ("rollout.tp=3", ["rollout.tp = 3 does", "world size 4"]),
-        ("parallel.tp=4", ["parallel.tp=4", "attention heads 2", "[1, 2]"]),
         ("parallel.pp=4", ["parallel.pp=4", "for 2 layers", "parallel.pp · parallel.vpp that divides 2, or megatron."]),
         ("rollout.top_p=0.9; algo.teacher=m", ["rollout.top_p=0.9, rollout.top_k=-1: the policy's", "algo.teacher=m"]),
-        ("rollout.stop=['</answer>', '']", ["rollout.stop='': String should have at least 1 character"]),
-        ("rollout.stop_token_ids=[15, 16]", ["stop_token_ids, or eos_token_id", "has the id 16, but", "has 16 rows"]),
+        ("rollout.stop_token_ids=[15, 16]", ["stop_token_ids=[15, 16]: model.path=", "has only the tokens 0 to 15"]),
         ("train.updates_per_step=3", ["train.updates_per_step=3", "prompts_per_step=16"]),
         ("train.max_tokens_per_micro_batch=8", ["max_tokens_per_micro_batch=8", "at least"]),
         ("parallel.ep=2", ["parallel.ep=2", "without experts"]),
         ("megatron.recompute_granularity=full", ["Megatron-core refuses", "recompute_method"]),
-        ("megatron.ddp.param_offload=true", ["unknown key 'megatron.ddp.param_offload'; here train.offload"]),
         ("rollout.vllm.max_num_seq=8", ["unknown key 'rollout.vllm.max_num_seq'; the nearest is max_num_seqs"]),
-        ("rollout.vllm.halt=8", ["unknown key 'rollout.vllm.halt'; it must be one of EngineArgs of vLLM"]),
         ("parallel.vpp=2", ["parallel.vpp=2", "needs parallel.pp above 1"]),
-        ("reward.by_source.math=custm", ["reward.by_source.math", "custm"]),
         ("model.path=build/smollm2/none", ["no folder /", "none; `make llm` makes build/smollm", "model.path=FOLDER"]),
         ("data.train=nowhere.jsonl", ["data.train", "nowhere.jsonl"]),
         ("profile.start=4", ["profile.start=4 is after profile.stop=0"]),
@@ -83,16 +74,10 @@ VLLM = {
         # schedules
         ("schedule.lr={shape: cubic}", ["schedule.lr", "'constant', 'linear' or 'cosine'"]),
         ("schedule.kl_coef={to: 0.1}", ["algo.kl_coef=0 keeps no reference model"]),
-        # weights of sets of data
         ("data.train={a.jsonl: 0}", ["data.train", "must be"]),
-        ("data.eval={a.jsonl: 1}", ["data.eval", "must be"]),
-        # a teacher
         ("algo.teacher=self", ["algo.teacher=self without hints", "data.hint_key"]),
         ("data.hint_key=answer", ["data.hint_key=answer has no effect without algo.teacher"]),
-        ("algo.advantage=none", ["algo.advantage=none", "without algo.teacher"]),
         (f"{TAUGHT}; algo.advantage=none; algo.kl_coef=5; algo.kl_in=reward", ["use algo.kl_in=loss or algo."]),
-        (f"{TAUGHT}; algo.reference_on=host", ["algo.reference_on=host has no"]),
-        # names of the algorithm's branches
         ("algo.loss=sapo", ["ppo_clip, gspo, cispo, ipo, dppo_tv, reinforce"]),
         ("algo.correction_low=3", ["above algo.correction_high=2"]),
         # options of Megatron-core and vLLM
@@ -131,20 +116,15 @@ MODELS = [  # what differs in config.json, overrides, what the refusal says
     ({"hidden_act": "gelu"}, "", "hidden_act='gelu'"),
     ({"quantization_config": {"quant_method": "awq"}}, "", "has a quantization_config; quantised weights (AWQ, "),
     ({"rope_parameters": YARN}, "", "rope type 'yarn' is not supported"),
-    *(
-        ({"num_attention_heads": 12, "num_key_value_heads": 3}, f"{key}=4", f"{key}=4 neither divides the model's "
-        "key-value heads 3 nor is a multiple of them; it must be one of [1]") for key in ("parallel.tp", "rollout.tp")
-    ),
+    ({"num_attention_heads": 12, "num_key_value_heads": 3}, "rollout.tp=4",
+     "rollout.tp=4 neither divides the model's key-value heads 3 nor is a multiple of them; it must be one of [1]"),
     ({"vocab_size": 99}, "parallel.tp=2", "size 99; it must be one of [1]"),
-    (LINEAR, "parallel.tp=4", "does not divide the model's key heads of linear attention 2; it must be one of [1, 2]"),
     (LINEAR, "parallel.tp=2 parallel.cp=2", "which parallel.tp=2 splits first; it must be one of [1]"),
     (LINEAR | SLIDING, "", "layer_types in its config.json has sliding_attention; beside linear_attention only full_"),
-    (DEEP, "parallel.pp=4", f"that divides 94, or {STAGES} alone"),
     # Megatron-core builds layers 34 to 59 twice
     (DEEP, f"parallel.pp=4 {FIRST}=60 {LAST}=60", "[range(34, 94)]], not each of the 94 once"),
     (DEEP, f"parallel.pp=2 parallel.vpp=2 {FIRST}=46 {LAST}=48", "by zero; use parallel.pp · "),
     (DEEP, f"parallel.pp=2 {STAGES}=Et*24|t*24|t*23|t*23L", "the layout is one of parallel.vpp=2; use "),
-    (DEEP, f"parallel.pp=2 {STAGES}='t*94L|E'", "The first layer must be embedding"),
 ]  # fmt: skip
 
 
@@ -176,7 +156,6 @@ INDEX = "model.safetensors.index.json"
 CUT = "model-1.safetensors cannot be read (Error while deserializing header: {}): it is missing, cut off, or a pointer"
 FILES = [  # what is done to a folder with two shards and their index, what the refusal says (None if there is none)
     (lambda folder, shard: shard.write_text("version https://git-lfs"), CUT.format("header too large")),
-    (lambda folder, shard: shard.unlink(), "model-1.safetensors cannot be read (No such file"),
     (lambda folder, shard: shard.rename(folder / "model.safetensors"), "json, if model.safetensors is the model"),
     (lambda folder, shard: (folder / INDEX).unlink(), "it must hold model.safetensors and no others, but has model-0."),
     (lambda folder, shard: None, None),
@@ -185,10 +164,6 @@ FILES = [  # what is done to a folder with two shards and their index, what the 
         "no safetensors; torch's own files are not read: con",
     ),
     (lambda folder, shard: none_but(folder, "model-Q4_K_M.gguf"), "no safetensors; GGUF is the format of llama.cpp"),
-    (
-        lambda folder, shard: none_but(folder, "adapter_model.safetensors"),
-        "adapter_model.safetensors; adapters of PEFT ",
-    ),
     (lambda folder, shard: none_but(folder, "training_args.bin"), "but has no safetensors$"),
 ]
 
@@ -215,12 +190,7 @@ def test_shards_that_are_not_whole_are_told_by_name(tiny, tmp_path, harm, messag
 
 
 @pytest.mark.parametrize(
-    "name, said",
-    [
-        ("adapter_config.json", "adapters of PEFT"),
-        ("x.gguf", "GGUF is the"),
-        ("rank_0.safetensors", "a checkpoint is no"),
-    ],
+    "name, said", [("adapter_config.json", "adapters of PEFT"), ("rank_0.safetensors", "a checkpoint is no")]
 )
 def test_a_folder_without_a_config_json_is_told_what_it_holds(dry_run, tmp_path, name, said):
     (tmp_path / name).write_text("{}")
@@ -230,10 +200,6 @@ def test_a_folder_without_a_config_json_is_told_what_it_holds(dry_run, tmp_path,
 
 def rename(old, new, weights):
     return {name.replace(old, new, 1): weight for name, weight in weights.items()}
-
-
-def add(name, weights):
-    return weights | {name: torch.ones(4)}
 
 
 def narrow(dtype, weights):
@@ -254,28 +220,13 @@ BIAS = "model.layers.0.self_attn.o_proj.bias"
         ({}, lambda weights: {name: weights[name] for name in weights if name != UP}, f"lacks {UP}"),
         ({"vocab_size": 14}, dict, f"vocab_size=14 in its config.json, but {EMBEDDING} has 16 rows"),
         # Formats of quantised weights, names of PEFT and of wrappers
-        *(
-            ({}, partial(rename, UP, UP.replace("weight", part)), f"lacks {UP}; quantised weights")
-            for part in ("qweight", "weight_packed")
-        ),
-        *(
-            ({}, partial(add, f"{UP}{part}"), f"no place for: {UP}{part}; quantised weights")
-            for part in (".absmax", "_scale_inv")
-        ),
-        *(
-            ({}, partial(narrow, dtype), f"{UP} is {said}; quantised weights")
-            for dtype, said in ((torch.int8, "I8"), (torch.uint8, "U8"), (torch.float8_e4m3fn, "F8_E4M3"))
-        ),
-        *(({}, partial(narrow, dtype), None) for dtype in (torch.float16, torch.float64)),
-        *(
-            ({}, partial(rename, "", prefix), f"lacks {EMBEDDING}.*; {said}")
-            for prefix, said in (
-                ("base_model.model.", "adapters of PEFT"),
-                ("_orig_mod.", "names begin with the prefix"),
-            )
-        ),
+        ({}, partial(rename, UP, UP.replace("weight", "qweight")), f"lacks {UP}; quantised weights"),
+        ({}, lambda weights: weights | {f"{UP}_scale_inv": torch.ones(4)}, "_scale_inv; quantised weights"),
+        ({}, partial(narrow, torch.float8_e4m3fn), f"{UP} is F8_E4M3; quantised weights"),
+        ({}, partial(narrow, torch.float64), None),
+        ({}, partial(rename, "", "base_model.model."), f"lacks {EMBEDDING}.*; adapters of PEFT"),
+        ({}, partial(rename, "", "_orig_mod."), f"lacks {EMBEDDING}.*; names begin with the prefix"),
         ({}, partial(rename, "model.", ""), f"lacks {EMBEDDING}.*; names lack their prefix"),
-        ({}, partial(rename, UP, UP.replace("weight", "base_layer.weight")), f"lacks {UP}; adapters of PEFT"),
     ],
 )
 def test_weights_that_do_not_fit_the_model_are_refused(tiny, tmp_path, config, change, message):

@@ -93,8 +93,6 @@ FOLDERS = [  # files that are there, resume, what a run reads, what the refusal 
         {"model.path": ["out/model"]},
         HELD.format("model.path=out/model, which would move aside"),
     ),
-    (["out/model/a"], "auto", {"model.path": ["out/model"]}, None),  # nothing is moved
-    (["out/a"], "none", {"algo.teacher": ["out"]}, HELD.format("algo.teacher=out")),
     (["out/data/a.jsonl"], "none", {"data.train": ["out/d*/*.jsonl:test"]}, HELD.format("data.train=out/d*")),
     (
         ["out/r.py"],
@@ -102,13 +100,10 @@ FOLDERS = [  # files that are there, resume, what a run reads, what the refusal 
         {"reward.custom": ["./out/../out/r.py:f"]},
         HELD.format("reward.custom=./out/../out/r.py:f"),
     ),
-    (["out/mine.yaml"], "none", {"--config": ["out/mine.yaml"]}, HELD.format("--config=out/mine.yaml")),
     ([*OURS, "out/hf/step_000003/a"], "none", {"model.path": ["out/hf/step_000003"]}, HELD.format("model.path=out/hf")),
     (OURS, "none", {"--config": ["out/config.yaml"]}, None),  # the run's own, read before it moves
-    (OURS, "auto", {"--config": ["out/config.yaml"]}, None),
     (["out/config.yaml"], "auto", {"--config": ["out/config.yaml"]}, "out/config.yaml is not of an earlier run"),
     (["out/metrics.jsonl"], "none", {}, "out/metrics.jsonl is not of an earlier run"),
-    (["out/rollouts/step_000001.jsonl"], "auto", {}, "step_000001.jsonl is not of an earlier run"),
     (["out/checkpoints/step_000002/manifest.json", "out/config.yaml"], "auto", {}, None),  # all that was copied
 ]
 
