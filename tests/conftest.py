@@ -235,11 +235,13 @@ def world(monkeypatch):
     for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_PORT": free_port()}.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    gc.freeze()  # so that the collection below looks at nothing older, which would take a second
     ranks.join_ranks(timeout_s=60)
     yield
     bridge.mpu.destroy_model_parallel()
     dist.destroy_process_group()
     gc.collect()  # threads of a group that is still referred to wake a hundred times a second
+    gc.unfreeze()
 
 
 def build_model(cfg):
