@@ -48,9 +48,7 @@ CASES = [  # rule, calm steps before, the step, how many of it, keys
     ("unchanged_push", 9, {"sync/changed": 0.0}, 3, {}),
     ("idle_gpus", 9, {"busy_frac": 0.4}, 10, {}),
     ("uneven_experts", 9, {"moe/load": 3.1}, 10, {}),
-    ("uneven_experts", 0, {"moe/load": 5.0}, 10, {}),
     ("exploding_gradients", 9, {"grad_norm": 4.0}, 3, {}),
-    ("exploding_gradients", 9, {"grad_norm": 4.0}, 3, {"train__clip_grad": 0.0}),
     ("nothing_learnt", 9, {"lr": 0.0, "reward/mean": 0.1}, 5, {}),
     ("nothing_learnt", 0, {**all_equal(0.0), "update/applied": 1}, 5, {"algo__kl_coef": 0.001}),
 ]
@@ -79,14 +77,9 @@ CALM = {
     "healthy": [{}] * 200,
     "metrics that are off": [{"moe/load": None, "mem/train_peak_gb": None, "busy_frac": None, "grad_norm": None}] * 50,
     "memory that grows with the answers": column("mem/train_peak_gb", np.linspace(20, 60, 30)),
-    "one large step": column("mem/train_peak_gb", [40.0] * 9 + [70.0] + [40.0] * 30),
-    "less than a fifth": column("mem/train_peak_gb", [40.0, 48.0] * 20),
-    "of a small model": column("mem/train_peak_gb", [1.0, 1.9] * 20),
     "load of trained experts": column("moe/load", [3.0, 4.9] * 20),
-    "the first signal": column("grad_norm", [0.0] * 10 + [0.01] * 20 + [0.9] * 20),
     "single spikes": column("grad_norm", ([0.3] * 8 + [30.0] * 2) * 10),
     "overflows": column("grad_norm", [math.inf, math.nan] + [0.3] * 20),
-    "saves": column("busy_frac", ([0.8] * 5 + [0.2] * 5) * 5),
 }
 
 
@@ -95,10 +88,7 @@ def test_calm_runs_are_left_alone(name):
     assert advise(CALM[name])[0] == {}
 
 
-UNEVEN = [40.0, 60.0, 35.0, 55.0, 42.0, 61.0, 38.0, 57.0]
-
-
-@pytest.mark.parametrize("peaks", [[40.0, 52.0] * 6, [30.0, 30.0, 44.0, 44.0] * 3, UNEVEN])
+@pytest.mark.parametrize("peaks", [[40.0, 52.0] * 6, [40.0, 60.0, 35.0, 55.0, 42.0, 61.0, 38.0, 57.0]])
 def test_memory_that_swings(peaks):
     assert advise(column("mem/train_peak_gb", peaks))[0]["memory_swings"] <= 10
 
@@ -122,8 +112,6 @@ def test_a_source_is_told_alone_and_the_cause_names_the_key():
         ([{}] * 9 + [all_equal(1.0)] * 60, {}, 0),  # at its best
         ([{}] * 9 + [all_equal(0.25)] * 60, {}, 60),  # collapsed
         ([{"reward/mean": 0.1}] * 9 + [{"reward/mean": 0.9, **SKIPPED}] * 60, {}, 0),  # converged
-        ([{**all_equal(0.0), "lr": 0.0}] * 60, {"train__lr": 0.0}, 0),  # as configured
-        ([{**all_equal(0.0), "update/applied": 1}] * 60, {"algo__kl_coef": 0.01}, 60),
         ([{}] + [{**all_equal(0.0), "update/applied": 1}] * 60, {"algo__kl_coef": 0.01}, 0),  # the KL leads back
     ],
 )  # fmt: skip

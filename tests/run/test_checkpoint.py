@@ -21,12 +21,11 @@ from tests.conftest import check_state, refused, tiny_config, tiny_model, wrap
 from tests.layout_worker import equal
 
 DENSE = {
-    "tp2": {"tp": 2}, "pp2": {"pp": 2}, "vpp": {"tp": 2, "pp": 2, "vpp": 2}, "cp2": {"cp": 2}, "tp4": {"tp": 4},
+    "tp2": {"tp": 2}, "vpp": {"tp": 2, "pp": 2, "vpp": 2}, "cp2": {"cp": 2},
     "layout": {"pp": 2, "vpp": 2, "megatron": {"pipeline_model_parallel_layout": "E|tt|t|tL"}},
 }  # fmt: skip
 EXPERTS = {
-    "ep2tp2": {"tp": 2, "ep": 2}, "dp4": {}, "pp2ep2": {"pp": 2, "ep": 2}, "etp2": {"tp": 2, "ep": 2, "etp": 2},
-    "ep4": {"ep": 4},
+    "dp4": {}, "pp2ep2": {"pp": 2, "ep": 2}, "etp2": {"tp": 2, "ep": 2, "etp": 2}, "ep4": {"ep": 4},
 }  # fmt: skip
 
 
@@ -115,9 +114,7 @@ def saved(folder, step, *tensors, **state):
         (lambda p: None, None),
         (lambda p: (p / "state.json").write_text('{"step": 3}'), "state.json has changed"),
         (lambda p: (p / "rank_00000_000.safetensors").unlink(), "No such file"),
-        (lambda p: (p / "manifest.json").unlink(), "manifest.json"),
         (lambda p: (p / "manifest.json").write_text("{}"), "does not list rank_00000_000.safetensors, state.json, ver"),
-        (lambda p: (p / "manifest.json").write_text("null"), "manifest.json does not list"),
         (lambda p: shutil.copy(p / "rank_00000_000.safetensors", p / "rank_00001_000.safetensors"), "list rank_00001"),
     ],
 )
@@ -166,7 +163,7 @@ def test_weights_that_an_older_commit_stacked_over_the_layers(world, tmp_path):
     assert torch.equal(torch.stack(list(read_sharded(tmp_path, wanted).values())), whole)
 
 
-@pytest.mark.parametrize("was, warned", [("abc", 0), ("another formula", 1), ({"rows, a later formula": "abc"}, 1)])
+@pytest.mark.parametrize("was, warned", [("abc", 0), ("another formula", 1)])
 def test_a_fingerprint_of_another_formula_is_not_other_data(world, tmp_path, capsys, was, warned):
     now = {"data": {"train": "a.jsonl"}, "train": {"steps": 9}}
     path = saved(tmp_path, 3, "weight", data=was, config=now)
@@ -235,7 +232,6 @@ def test_a_checkpoint_gets_its_name_after_the_samples_before_it(world, tmp_path,
     [
         ({"weight@0,0": [2, 4], "weight@2,0": [2, 4]}, None),
         ({"weight@0,0": [2, 4]}, "weight has 8 of 16 elements"),
-        ({"weight@0,0": [4, 4], "weight@2,0": [2, 4]}, "weight has 24 of 16 elements"),
         ({"bias@0,0": [4, 4]}, r"weight is missing, this model wants \(4, 4\); it was saved from another model"),
         ({"weight@0,0": [4, 5]}, r"weight is \(4, 5\), this model wants \(4, 4\)"),
     ],

@@ -86,9 +86,8 @@ def worst(found, wanted):
 
 
 CASES = [
-    segments([5, 1, 9]), segments([6, 6]), segments([5, 1, 9], window=3), segments([9, 2], window=2),
-    segments([7, 3], window=7), segments([2, 1, 4], [5, 1, 9]), segments([2, 1, 4], [5, 8, 9], window=4),
-    segments([10, 1], [10, 12], window=4), segments([40, 3, 90, 4, 60], [40, 43, 90, 94, 60]),
+    segments([5, 1, 9]), segments([5, 1, 9], window=3), segments([2, 1, 4], [5, 1, 9]),
+    segments([2, 1, 4], [5, 8, 9], window=4), segments([40, 3, 90, 4, 60], [40, 43, 90, 94, 60]),
     segments([30, 3, 60, 29], [50, 43, 60, 29], window=20),
 ]  # fmt: skip
 
@@ -127,11 +126,9 @@ def test_the_gradients_of_copies_are_added_up_in_fp32():
     "arch, settings, window",
     [
         ("mistral", {"sliding_window": 8}, 8),
-        ("qwen2", {"sliding_window": 8}, None),  # without use_sliding_window
         ("qwen2", {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 0}, 8),
         ("qwen2", {"sliding_window": 8, "use_sliding_window": True}, None),  # all layers below max_window_layers
         ("qwen2", {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1}, "for all layers alike"),
-        ("qwen2_moe", {"sliding_window": 8, "use_sliding_window": True}, "for all layers alike"),
         ("qwen3_moe", {"sliding_window": 8, "use_sliding_window": True}, 8),
         ("llama", {"sliding_window": 8}, "for all layers alike"),  # which transformers does not read, and vLLM does
     ],

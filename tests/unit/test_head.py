@@ -3,7 +3,6 @@
 tests/oracle/test_layouts.py has them over tensor-parallel ranks, tests/oracle/test_lora.py with a frozen head.
 """
 
-import math
 from types import SimpleNamespace
 
 import numpy as np
@@ -79,22 +78,6 @@ def test_the_head_is_that_of_float64(world, monkeypatch, dtype, logits, fused, r
         error = ((own.double() - expected).norm() / expected.norm().clamp(min=1e-30)).item()
         close = 1e-6 if logits is torch.float32 and name in ("logp", "entropy") else CLOSE[dtype]
         assert error < close, (name, error)
-
-
-@pytest.mark.gpu
-def test_a_cut_by_hand(world):
-    """Probabilities 0.1, 0.2, 0.3, 0.4, of which the last two are left: 3/7 and 4/7."""
-    bridge.init_model_parallel(tiny_config().parallel, seed=0)
-    weight = torch.tensor([[0.1], [0.2], [0.3], [0.4]], device=ON).log().requires_grad_()
-    target, cuts = torch.tensor([3], device=ON), [torch.tensor([2, 3], device=ON)]
-    logp, entropy = head.HeadLogp.apply(
-        torch.ones(1, 1, device=ON), weight, target, 1.0, True, torch.float32, False, cuts
-    )
-    assert [logp.exp().item(), entropy.item()] == pytest.approx(
-        [4 / 7, math.log(7) - (3 * math.log(3) + 4 * math.log(4)) / 7]
-    )
-    logp.sum().backward()
-    assert weight.grad[:, 0].tolist() == pytest.approx([0, 0, -3 / 7, 3 / 7], abs=1e-6)
 
 
 BOTH = {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True}

@@ -48,7 +48,6 @@ def test_memory_by_phase(timer):
 
 GPU = torch.OutOfMemoryError("CUDA out of memory. Tried 2 GiB.\nsecond line")
 FREE = "Free memory on device cuda:0 (3.1/79.2 GiB) on startup is less than desired GPU memory utilization (0.9)"
-CACHE = "No available memory for the cache blocks. Try increasing `gpu_memory_utilization` when initializing"
 WAKE = "CUDA Error: out of memory at csrc/cumem_allocator.cpp:62"
 WARM = "CUDA out of memory occurred when warming up sampler with 256 dummy requests. Please try lowering `max_num_seqs`"
 TORCH_CPU = "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you tried 9 B"
@@ -60,9 +59,7 @@ TORCH_CPU = "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: 
         ("rollout", GPU, ["rollout.gpu_memory_utilization", "rollout.vllm.max_num_seqs", "rollout.tp", "Tried 2 GiB."]),
         ("train", GPU, ["train.max_tokens_per_micro_batch", "recompute_granularity=full", "parallel.cp"]),
         ("build", ValueError(FREE), ["memory for vLLM", "rollout.gpu_memory_utilization down", "3.1/79.2 GiB"]),
-        ("build", ValueError(CACHE), ["memory for vLLM", "rollout.gpu_memory_utilization up", "rollout.tp up"]),
         ("build", RuntimeError(WARM), ["rollout.vllm.max_num_seqs down"]),
-        ("build", AssertionError("Error in memory profiling. Initial free"), ["nvidia-smi"]),
         ("sync", RuntimeError(WAKE), ["out of memory for vLLM: ", "rollout.gpu_memory_utilization down"]),
         ("build", MemoryError(), ["out of host memory", "MemoryError", "rollout.tp up", "Slurm: --mem"]),
         ("save", RuntimeError(TORCH_CPU), ["out of host memory, of which ", "reward.workers down"]),
