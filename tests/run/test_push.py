@@ -35,7 +35,7 @@ def test_an_engine_that_got_no_weights_since_it_slept_samples_nothing():
 # ---------------------------------------------------------------- the trainer's shards, without vLLM
 
 # tests/layout_worker.py compares them for every family and layout, in fp32
-SOURCES = [("qwen2", "fp32", 0), ("qwen3_5_moe_text", "bf16", 0), ("qwen3_moe", "bf16", 8), ("qwen3_moe", "fp16", 0)]
+SOURCES = [("qwen3_5_moe_text", "bf16", 0), ("qwen3_moe", "bf16", 8), ("qwen3_moe", "fp16", 0)]
 
 
 @pytest.mark.gpu
@@ -87,18 +87,12 @@ def test_a_digest_is_the_sum_over_parts_and_sees_any_bit(dtype):
     for parts in (whole.split([32, 48, 16]), whole.split([16, 48], dim=1)):
         assert digest(whole) == [sum(sums) for sums in zip(*map(digest, parts), strict=True)]
     assert digest(torch.zeros(7, dtype=dtype)) == [0, 0]
-    assert digest(whole.flatten()[3:10]) == digest(whole.flatten()[3:10].clone())  # not aligned
 
     bits = whole.clone().view({torch.float32: torch.int32, torch.bfloat16: torch.int16}[dtype])
     bits[5, 7] += 1
     assert digest(bits) != digest(whole)
     bits[70, 7] -= 1  # the sum is the old one again
     assert digest(bits) != digest(whole)
-
-    for row in range(95):  # the last elements of a word, whose signs are its highest bit
-        turned = whole.clone()
-        turned[row : row + 2, 3] *= -1
-        assert digest(turned) != digest(whole)
 
     swapped = whole.clone()
     swapped[[3, 5]] = whole[[5, 3]]

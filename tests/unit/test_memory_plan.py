@@ -102,7 +102,7 @@ def peaks(cfg, prompt, answer):
     return scoring.peak - weights, training.peak - weights - gradients
 
 
-SLOW = [("qwen2", FULL), ("qwen3", []), ("qwen3_moe", []), ("qwen2_moe", FULL)]
+SLOW = [("qwen2", FULL), ("qwen3_moe", [])]
 
 
 @pytest.mark.parametrize(
@@ -174,15 +174,6 @@ def test_recomputed_layers_keep_their_input(kept):
     assert kept(*FULL, "megatron.recompute_num_layers=8") == 3 * 896
 
 
-def test_offloaded_activations_leave_two_layers_of_them(tmp_path):
-    """What the layer at work keeps, and its gradients."""
-    folder = hub_models.model_folder("Qwen/Qwen2.5-7B-Instruct", tmp_path)
-    cfg = load_config(QWEN, [f"model.path={folder}", "train.offload_activations=true"])
-    layer = 2 * cfg.train.max_tokens_per_micro_batch * plan.stage_elements(read_config(folder), cfg, 0)[0]
-    assert plan.activation_bytes(read_config(folder), cfg, 0)[0] == 0
-    assert plan.activation_bytes(read_config(folder), cfg, 0)[1] >= 2 * int(layer)
-
-
 def test_states_of_linear_attention_in_vllms_cache(tmp_path):
     """vLLM logs 528 tokens for a block of this shape: as many as hold a state, in multiples of 16."""
     folder = hub_models.model_folder("Qwen/Qwen3.5-4B", tmp_path)
@@ -216,9 +207,9 @@ def test_what_does_not_fit_is_told_with_what_to_turn(tmp_path):
         keys = [f"model.path={folder}", f"rollout.gpu_memory_utilization={share}", *more]
         return plan.report(load_config(QWEN, keys), 8, 80)
 
-    first, turn, save, again = shortage("0.8").splitlines()
-    assert first == "rollout does not fit a GPU of 80.0 GB, by 11.0 GB" and save.startswith("save does not fit")
-    assert all("turn one of " in line and "rollout.gpu_memory_utilization down" in line for line in (turn, again))
-    assert ", by 19.0 GB" in shortage("0.8", "train.gpu_reserve=0.2")
-    assert ", by 3.0 GB" in shortage("0.8", "train.gpu_reserve=0")
+    first, *turn = shortage("0.8").splitlines()
+    assert re.fullmatch(r"the plan does not fit a GPU of 80.0 GB: rollout by 11.0 GB, save by \d+.\d GB", first)
+    assert [line.split(":")[0] for line in turn] == ["  rollout", "  save"]
+    assert all("turn one of " in line and "rollout.gpu_memory_utilization down" in line for line in turn)
+    assert "rollout by 19.0 GB" in shortage("0.8", "train.gpu_reserve=0.2")
     assert "no room for one sample of 2048 tokens" in shortage("0.1")
