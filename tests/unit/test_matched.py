@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from grpo.parts.base.by_row import product, queries_of_a_piece, split_queries
+from grpo.parts.base.by_row import product, queries_of_a_piece
 from grpo.parts.model import matched
 from grpo.parts.model.attention import Segments
 from grpo.run.preflight import equal_bits
@@ -27,14 +27,6 @@ def one_thread():
 
 def normal(*shape, dtype=torch.float32, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def test_queries_are_cut_into_pieces_that_end_at_their_last_key():
-    """5 queries at the end of 7 keys in pieces of 2, and one query of a segment of 3 keys."""
-    segment_P, queries_P, keys_P = split_queries(np.array([5, 1]), np.array([7, 3]), 2)
-    assert segment_P.tolist() == [0, 0, 0, 1]
-    assert queries_P.tolist() == [2, 2, 1, 1]
-    assert keys_P.tolist() == [4, 6, 7, 3]
 
 
 @pytest.mark.parametrize("isa, heads, kv_heads, queries", [("vec", 4, 2, 4), ("vec", 9, 3, 8), ("amx", 8, 1, 4)])

@@ -126,20 +126,6 @@ def test_chosen_letter(text, letter):
     assert reward.chosen_letter(text) == letter
 
 
-@pytest.mark.parametrize(
-    "name, reference, answer",
-    [
-        ("exact", "a #### b", "a #### b"), ("gsm8k", "3 + 4 = 7\n#### 7 km", "#### 7"),
-        ("math", "3 + 4 = 7\n#### $7$", boxed("7")[9:-1]), ("math", boxed("7"), boxed("7")),
-        ("multiple_choice", "(B)", "Answer: (B)"),
-    ],
-)  # fmt: skip
-def test_a_reference_as_an_answer_is_right(name, reference, answer):
-    function = reward.REWARDS[name]
-    assert named_rewards.as_answer(function, reference) == answer
-    assert function(answer, reference, {}) == 1
-
-
 NO_ANSWER = "is not a text, a number or a list of them; check data.answer_key"
 
 
@@ -519,42 +505,32 @@ def test_functions_and_classes_by_names(own):
 
 def test_a_file_is_an_ordinary_module_of_its_folder(tmp_path):
     """With dataclasses and pools of processes, the modules beside it, and a name that another module has."""
-    (tmp_path / "kit").mkdir()
-    (tmp_path / "kit/__init__.py").touch()
-    (tmp_path / "beside_me.py").write_text("from kit.inner import LIMIT\n")
-    (tmp_path / "kit/inner.py").write_text("from . import __name__ as package\nLIMIT = 7\ndef f(): return package\n")
-    (tmp_path / "code.py").write_text(
-        "from __future__ import annotations\nimport dataclasses, multiprocessing\nfrom beside_me import LIMIT\n"
+    files = {
+        "kit/__init__": "",
+        "kit/inner": "from . import __name__ as package\ndef f(): return package\n",
+        "beside_me": "LIMIT = 7\n",
+        "code": "from __future__ import annotations\nimport dataclasses, multiprocessing\nfrom beside_me import LIMIT\n"
         "@dataclasses.dataclass\nclass Pair:\n    x: int = LIMIT\ndef double(x): return 2 * x\n"
-        "def f():\n    with multiprocessing.get_context('fork').Pool(1) as pool: return pool.map(double, [Pair().x])\n"
-    )
+        "def f():\n    with multiprocessing.get_context('fork').Pool(1) as pool: return pool.map(double, [Pair().x])\n",
+        "a/helper_of_mine": "def f(): return 1\n",
+        "a/one": "from helper_of_mine import f\n",
+        "b/helper_of_mine": "def f(): return 2\n",
+        "b/two": "from helper_of_mine import f\n",
+        "reward/__init__": "",
+        "reward/math_reward": "from kit.inner import f\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / f"{name}.py").write_text(text)
 
     program = (
-        "import code, sys; from grpo.parts.base.user_code import load_function\n"
-        "print([load_function('reward.custom', place)() for place in sys.argv[1:]], hasattr(code, 'Pair'))"
+        "import code, reward, sys; from grpo.parts.base.user_code import load_function\n"
+        "print([load_function('reward.custom', place)() for place in sys.argv[1:]])\n"
+        "print(hasattr(code, 'Pair'), reward is sys.modules['reward'])"
     )
-
-    places = [f"{tmp_path}/{name}.py:f" for name in ("code", "kit/inner")]
+    places = [f"{tmp_path}/{name}.py:f" for name in ("code", "kit/inner", "a/one", "b/two", "reward/math_reward")]
     said = subprocess.check_output([sys.executable, "-c", program, *places], cwd=REPO, text=True)
-    assert said == "[[14], 'kit'] False\n"  # `code` is Python's own
-
-
-def test_files_with_names_of_other_modules(tmp_path):
-    """A package with the name of a module here, and helpers of one name beside two files."""
-    for folder, number in (("a", 1), ("b", 2), ("reward", 3)):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "helper_of_mine.py").write_text(f"def f(): return {number}\n")
-    for name in ("a/one", "b/two"):
-        (tmp_path / f"{name}.py").write_text("from helper_of_mine import f\n")
-    (tmp_path / "reward/__init__.py").touch()
-    (tmp_path / "reward/math_reward.py").write_text("from .helper_of_mine import f\n")
-
-    places = [f"{tmp_path}/{name}.py:f" for name in ("a/one", "b/two", "reward/math_reward")]
-    program = (
-        "import sys, reward; from grpo.parts.base.user_code import load_function\n"
-        "print([load_function('reward.custom', place)() for place in sys.argv[1:]], reward is sys.modules['reward'])"
-    )
-    assert subprocess.check_output([sys.executable, "-c", program, *places], cwd=REPO, text=True) == "[1, 2, 3] True\n"
+    assert said == "[[14], 'kit', 1, 2, 'kit']\nFalse True\n"  # `code` and `reward` are Python's and ours
 
 
 PLACES = {  # of a function → what is said

@@ -27,14 +27,10 @@ def lines_of(answers, reward, question="How many?", sources=("default",), column
     ("answers", "reward", "question"),
     [
         (NUMBERS, "gsm8k", "How many?"),
-        ([f"3 + 4 = 7\n#### 1,{number}.50" for number in range(100, 200)], "gsm8k", "End with #### and the number."),
-        ([f"${number} dollars" for number in NUMBERS], "gsm8k", "Put it in \\boxed{}."),
-        ([f"\\frac{{{number}}}{{7}}" for number in NUMBERS], "math", "Put it in \\boxed{}."),
-        ([f"so \\boxed{{x^2 + {number}}}" for number in NUMBERS], "math", "Put it in \\boxed{}."),
-        (["1/2", "0.5", *NUMBERS[1:]], "math", "Two ways to write one value are no fault."),
+        ([f"3 + 4 = 7\n#### 1,{number}.50" for number in range(100, 200)], "gsm8k", "Put it in \\boxed{}."),
+        (["1/2", "0.5", *(f"so \\boxed{{{n}}}" for n in NUMBERS[1:30])], "math", "Two ways to write one value."),
         (LETTERS, "multiple_choice", "Choose a letter, in <answer> tags."),
         (["a word", "a #### b"], "exact", "How many?"),
-        ([["5", "five"], ["6", "six"]], "exact", "How many?"),
         (LETTERS, {"multiple_choice": 0.9, "format": 0.1}, "Think first."),
     ],
 )  # fmt: skip
@@ -75,8 +71,8 @@ def test_a_reward_that_passes_the_answer_of_another_row():
 
 
 def test_each_source_is_tried_with_its_own_reward():
-    lines = lines_of([*LETTERS, *NUMBERS], "exact", sources=("a", "b"), by_source={"b": "math"})
-    assert [line.split()[1] for line in lines] == ["exact", "math"]
+    lines = lines_of(NUMBERS, "exact", sources=("a", "b"), by_source={"b": "gsm8k"})
+    assert [line.split()[1] for line in lines] == ["exact", "gsm8k"]
 
 
 def test_columns_that_nothing_reads_are_listed():
