@@ -18,15 +18,11 @@ from tests.processes import wait_until
 
 EXPRESSIONS = {
     "tower": "\\boxed{9^{9^{9^{9}}}}",
-    "plain tower": "9**9**9**9",
     "factorial": "\\boxed{(10^9)!}",
     "one megabyte": "\\boxed{" + "1+" * 500_000 + "1}",
-    "boxes that never close": "\\boxed{" * 140_000,
     "parentheses": "\\boxed{" + "(" * 900 + "1" + ")" * 900 + "}",
     "fractions": "\\boxed{" + "\\frac{1}{" * 200 + "1" + "}" * 200 + "}",
-    "a long sum": "\\boxed{\\sum_{n=1}^{10^9} \\frac{1}{n}}",
     "blanks": "final answer is" + " " * 100_000 + "x",
-    "dollars": "$" * 100_000,
     "commas": "1," * 500_000,
     "thoughts": "<think>" * 100_000,
 }
@@ -78,7 +74,6 @@ PROGRAMS = {
     "catastrophic regular expression": "import re\nre.match('(a+)+b', 'a' * 60)",
     "fork bomb": "import os\nwhile True:\n    os.fork()",
     "shell": "import subprocess\nsubprocess.run(['sh', '-c', ':(){ :|:& };:'], check=True)",
-    "10 GB in pieces": "x = []\nwhile True:\n    x.append(b'x' * 2**20)",
     "deep recursion": "import sys\nsys.setrecursionlimit(10**9)\ndef f(x):\n    return f(x + 1)\nf(0)",
     "threads": "import threading, time\nwhile True:\n    threading.Thread(target=time.sleep, args=(60,)).start()",
     "many folders in each other": "import os\nfor _ in range(3000):\n    os.mkdir('d')\n    os.chdir('d')\n1 / 0",
@@ -89,7 +84,6 @@ PROGRAMS = {
     "kill the parent": "import os, signal\nos.kill(os.getppid(), signal.SIGKILL)",
     "kill everything": "import os, signal\nos.kill(-1, signal.SIGTERM)",
     "own session": "import os\nos.setsid()",
-    "more memory": "import resource\nresource.setrlimit(resource.RLIMIT_AS, (2**50, 2**50))",
 }
 ENDLESS = ("ignored signals", "catastrophic regular expression")  # the others may be late on a busy machine
 REACH = """
@@ -160,22 +154,17 @@ class Any:
 """
 FORGERIES = {
     "equals everything": f"{ANY}def f(x): return Any()",
-    "in a list": f"{ANY}def f(x): return [Any(), Any()]",
     "a subclass of int": "class I(int):\n    def __eq__(self, other): return True\ndef f(x): return I()",
     "asserts that do nothing": "import builtins\nbuiltins.AssertionError = SystemExit\ndef f(x): return 0",
     "eval that is patched": "import builtins as b\nb.eval = b.exec = b.repr = lambda *a: '0'\ndef f(x): 0",
     "results that are patched": "import json\njson.dumps = lambda *a: '[[], [], []]'\ndef f(x): 0",
-    "results that are no results": "import json\njson.dumps = lambda *a: '{\"a\": [1]}'\ndef f(x): 0",
     "results that are no texts": "import json\njson.dumps = lambda *a: '[[[]], [7], [null]]'\ndef f(x): 0",
-    "results without end": "import json\njson.dumps = lambda *a: '[' * 10**6\ndef f(x): 0",
     "a flood in their place": "import os\nfor i in 3, 4, 5, 6:\n  try: os.write(i, b'x' * 2**15)\n"
     "  except OSError: 0\ndef f(x): 0",
     "results that are closed": "import os\nos.closerange(3, 99)\ndef f(x): 0",
     "text that does not parse": "def f(x):\n    class T(float):\n        __repr__ = lambda self: '('\n    return T()",
     "a deep value": "def f(x):\n    y = []\n    for _ in range(900):\n        y = [y]\n    return y",
-    "a value in itself": "def f(x):\n    y = []\n    y.append(y)\n    return y",
     "a large value": "def f(x): return ['x' * 100] * 50_000",
-    "a large number": "def f(x): return 10**10_000",
     "an item in itself": "class N:\n    def item(self): return self\ndef f(x): return N()",
     "names of the test's frame": "import sys\ndef f(x): return [*map(str, sys._getframe(1).f_locals.values())]",
 }
@@ -208,9 +197,7 @@ REWARDS = {  # expression → the status and a part of the error
     "judge(text, answer, row)": ("error", "RecursionError"),
     f"(subprocess.Popen(['sleep', '1000'], start_new_session=True), subprocess.run({ORPHANS}))": ("timeout", ""),
     "(subprocess.Popen(['sleep', '1000']), os._exit(3))": ("error", "exit code 3"),
-    "sys.exit(5)": ("error", "exit code 5"),
     "float('nan')": ("error", "ValueError: a reward must be a finite number"),
-    "{'a': 0, 'profit': -1e308}": ("error", "at most 1e+09 in size; profit is -1e+308, times 1"),
     "10**400": ("error", "at most 1e+09 in size; reward is 1000"),
     "{'overlong': -1.0}": ("error", "ValueError: a reward has a part 'overlong', which is the trainer's own"),
     KEEPS_FILES: ("timeout", ""),

@@ -16,7 +16,7 @@ def draw_prompts(sizes, weights, taken, size, seed):
     return shuffle_epochs(draw_sets(weights, taken, size, seed), sizes, seed)
 
 
-@pytest.mark.parametrize("weights", [[5, 0.5, 0.013], [1], [1e-4, 1, 2, 3, 4, 5, 6, 7]])
+@pytest.mark.parametrize("weights", [[5, 0.5, 0.013], [1e-4, 1, 2, 3, 4, 5, 6, 7]])
 def test_the_shares_hold_from_a_thousand_prompts_on(weights):
     sets = np.array([chosen for chosen, _ in draw_sets(weights, 0, 30_000, seed=5)])
     for chosen, weight in enumerate(weights):
@@ -51,7 +51,7 @@ def test_sets_of_other_columns_and_types_mix(tokenizer, tmp_path):
     assert re.findall(r"\S+ of \S+: .*", mixed.describe(400)) == [
         f"0.75 of {a}: 6 prompts, 50 passes", f"0.25 of {b}: 4 prompts, 25 passes",
     ]  # fmt: skip
-    assert len({str(load(train).fingerprint) for train in ({a: 3, b: 1}, {b: 1, a: 3}, {a: 1, b: 1}, [a], a)}) == 4
+    assert len({str(load(train).fingerprint) for train in ({a: 3, b: 1}, {b: 1, a: 3}, {a: 1, b: 1}, a)}) == 4
     with pytest.raises(ValueError, match=r"^data\.train={}: nothing to read"):
         load({})
     with pytest.raises(ValueError, match=r"data\.prompt_key='prompt': no such column in .*c\.jsonl"):

@@ -23,18 +23,6 @@ def plan_bins(lengths_N, max_tokens, replicas, parallel=None):
 STEP, CAP = 5120, 24576  # samples, positions of a row
 
 
-def question_lengths(samples):
-    """Like GSM8K: prompts of about 100 tokens, 8 answers of about 190 to each."""
-    rng = np.random.default_rng(0)
-    prompts = np.clip(rng.lognormal(np.log(95), 0.35, samples // 8), 30, 512).repeat(8)
-    return (prompts + np.clip(rng.lognormal(np.log(170), 0.5, samples), 20, 1024)).astype(np.int64)
-
-
-def long_lengths(samples):
-    """Of about 1,100 tokens, with a tail to 8,192."""
-    return np.clip(np.random.default_rng(0).lognormal(np.log(700), 1.0, samples), 50, 8192).astype(np.int64)
-
-
 def test_what_every_plan_keeps_to():
     rng = np.random.default_rng(1)
     for _ in range(150):
@@ -55,9 +43,9 @@ def test_what_every_plan_keeps_to():
         assert bins == plan_bins(lengths_N.copy(), cap, replicas, parallel)
 
 
-@pytest.mark.parametrize("lengths", [question_lengths, long_lengths])
-def test_attention_pads_little_replicas_work_alike_and_planning_is_fast(lengths):
-    lengths_N = lengths(STEP)
+def test_attention_pads_little_replicas_work_alike_and_planning_is_fast():
+    """Lengths of about 1,100 tokens, with a tail to 8,192."""
+    lengths_N = np.clip(np.random.default_rng(0).lognormal(np.log(700), 1.0, STEP), 50, 8192).astype(np.int64)
     start = time.process_time()
     bins = plan_bins(lengths_N, CAP, 8)
     assert time.process_time() - start < 0.4  # of a busy machine; else 0.1

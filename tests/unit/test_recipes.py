@@ -79,11 +79,10 @@ def test_pass_at_k_by_hand(fork):
     """One right of four: half of the 6 pairs fail, two thirds of a wrong answer's: (1/2 - 2/3) / (1/2).
     Where every pair passes it is 0."""
     advantages = fork("pass_k").group_advantages
-    hands = {(0, 1, 0, 0): [-1 / 3, 1, -1 / 3, -1 / 3], (1, 1, 1, 0): [0] * 4, (1, 2, 1, 1): [0] * 4}
+    hands = {(0, 1, 0, 0): [-1 / 3, 1, -1 / 3, -1 / 3], (1, 1, 1, 0): [0] * 4}
     for rewards, want in hands.items():
         np.testing.assert_allclose(advantages(np.array(rewards, float), np.zeros(4), "pass@2"), want)
     r = np.array([1.0, 0, 0, 1, 0, 0, 0])
-    np.testing.assert_allclose(advantages(r, np.zeros(7), "pass@1"), (r - r.mean()) / r.std())
     # All groups of 3 of the 7, GRPO among them, and the mean of those that an answer is in.
     sets = list(itertools.combinations(range(7), 3))
     best = np.array([r[list(members)].max() for members in sets])
