@@ -155,7 +155,6 @@ def healthy_runs():
         "tiny": [],
         "tiny_turns": ["data.train='123'"],
         "lora": ["lora.rank=8", "train.lr=3e-3"],
-        "lr 0": ["train.lr=0"],
         "self": ["algo.teacher=self", "data.hint_key=answer", "algo.advantage=none"],
     }
 

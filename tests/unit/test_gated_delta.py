@@ -45,7 +45,7 @@ def with_gradients(out, xs):
     return [out, *torch.autograd.grad(out, xs, grad.to(out.dtype))]
 
 
-@pytest.mark.parametrize("lengths", [[200], [1, 63, 64, 65, 3], [7] * 30])
+@pytest.mark.parametrize("lengths", [[1, 63, 64, 65, 3], [7] * 30])
 def test_the_rule_in_chunks_is_the_rule_by_steps(lengths):
     xs = arguments(sum(lengths), torch.float64)
     sequences = zip(*(x[None].split(lengths, 1) for x in xs), strict=True)

@@ -144,7 +144,6 @@ OFFLOADS = {
     "host": HOST,
     "half": HALF,
     "precise": {**HOST, "use_precision_aware_optimizer": True},
-    "half precise": {**HALF, "use_precision_aware_optimizer": True},
 }
 
 

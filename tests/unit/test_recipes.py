@@ -105,9 +105,6 @@ def test_echo_by_hand_and_by_plain_transformers(world, fork, tmp_path):
     batch = script.flatten(samples)
     batch = dataclasses.replace(batch, weights=batch.mask.float(), advantages=1.0 - batch.mask.float())
     trained = script.with_replies(batch, [0, 1, 2])
-    # Targets 4 | 5 6 7 8, 4 | 9 2 3 and 6 7; 0.05 * 6 / (3 * 2) for a token of two, twice that for the one alone.
-    want = torch.tensor([0, 1, -0.05, -0.05, 1, 0, 1, -0.1, 1, 1, 1])
-    torch.testing.assert_close(trained.weights, want)
     was, now = [
         script.forward_backward(model, optimizer, script.to_micro_batches(rows, [0, 1, 2], 64, cfg), cfg)
         for rows in (batch, trained)

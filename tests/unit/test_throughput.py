@@ -85,7 +85,6 @@ def test_whom_the_others_wait_for():
     # The slowest samples until 10, grades until 12; the other is done at 6, waits 4 for the one, 2 for the other.
     assert idle((10, 2, 0), (5, 1, 1)) == [2.0, 1.0, 0.5, 0.125]
     assert idle((10, 2, 0), (11, 0.5, 0)) == [0.0, 0.25, 0.0, 0.125]  # it is done while the slowest grades
-    assert idle((3, 1, 2)) == [0.0, 0.0, 2.0, 0.125]  # one rank
 
 
 def test_progress_by_hand(monkeypatch):
