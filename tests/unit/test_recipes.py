@@ -97,6 +97,7 @@ def test_echo_by_hand_and_by_plain_transformers(world, fork, tmp_path):
     cfg, script = tiny_config(f"model.path={tiny_model(tmp_path / 'model')}", "algo.entropy_coef=0"), fork("echo")
     model = build_model(cfg)
     optimizer = bridge.build_optimizer(model, cfg.train, cfg.megatron)
+
     talks = [([3, 4], [5, 6, 7, 8], [1, 2, 1]), ([3, 4], [9, 2, 3], [1, 1, 1]), ([5], [6, 7], [2])]
     samples = [
         script.Sample(0, ids, answer, [-1.0] * len(answer), True, "", "", Trace(turns=turns))
@@ -105,12 +106,14 @@ def test_echo_by_hand_and_by_plain_transformers(world, fork, tmp_path):
     batch = script.flatten(samples)
     batch = dataclasses.replace(batch, weights=batch.mask.float(), advantages=1.0 - batch.mask.float())
     trained = script.with_replies(batch, [0, 1, 2])
+
     was, now = [
         script.forward_backward(model, optimizer, script.to_micro_batches(rows, [0, 1, 2], 64, cfg), cfg)
         for rows in (batch, trained)
     ]
     assert was.keys() == now.keys() and was["loss"] == 0 and was["tokens"] == was["denominator"] == 6
     assert {key for key in was if was[key] != now[key] and not math.isnan(was[key] or 0)} == {"loss"}
+
     plain, weights, loss = Model(tmp_path / "model"), read_weights(tmp_path / "model", "fp32", tied=True), 0.0
     plain_norm = weights["model.norm.weight"].requires_grad_()
     for (ids, answer, _), replies in zip(talks, ([1, 2], [1], []), strict=True):

@@ -411,6 +411,7 @@ def test_a_row_reaches_the_reward_unchanged():
         "when": datetime.date(2026, 1, 2),
         "n": tables.JsonFloat("1.50"),
     }
+
     kept, typed, unsent = grade_with(
         "custom",
         [
