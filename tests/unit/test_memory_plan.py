@@ -1,5 +1,6 @@
 """The plan of memory: what is held, to the byte, against real ranks; transient memory against an update on a CPU."""
 
+import re
 from dataclasses import replace
 
 import make_tiny

@@ -5,6 +5,7 @@ context-parallel ranks, and last what a model's config.json says of positions an
 """
 
 import importlib.util
+import inspect
 import math
 from dataclasses import dataclass
 from functools import cached_property
@@ -223,9 +224,11 @@ def attend_varlen(query, key, value, segments: Segments):
     left = -1  # all tokens before the query's own
     if segments.window is not None:
         left = segments.window - 1
+    options = {"window_size": (left, 0)}
+    # With one split a result does not depend on the batch. torch 2.11 has neither option, and groups heads anyway.
+    if "num_splits" in inspect.signature(flash.varlen_attn).parameters:
+        options |= {"enable_gqa": True, "num_splits": 1}
     longest = int(segments.queries_S.max()), int(segments.keys_S.max())
-    # With one split a result does not depend on the batch.
-    options = {"window_size": (left, 0), "enable_gqa": True, "num_splits": 1}
     return flash.varlen_attn(query, key, value, segments.cu_q, segments.cu_k, *longest, **options)
 
 
