@@ -1,7 +1,7 @@
 """Attention over packed rows (grpo/parts/model/attention.py): the padded path, the unpadded one.
 
-torch's kernel without padding needs a GPU. Here a function stands in for it. It refuses what torch's kernel refuses,
-and computes by the formula.
+torch's kernel without padding needs a GPU. Here a function with its signature stands in for it, of torch 2.11 or
+2.13. It refuses what torch's kernel refuses, and computes by the formula.
 """
 
 import inspect
@@ -26,11 +26,16 @@ def by_formula(query, key, value, cu_q, cu_k, left=None):
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), value)
 
 
-OPTIONS = inspect.signature(flash.varlen_attn).parameters.keys()
+REAL = inspect.signature(flash.varlen_attn).parameters
+OPTIONS = {  # of varlen_attn, by version of torch
+    "2.11": ("return_aux", "scale", "window_size"),
+    "2.13": ("return_aux", "scale", "window_size", "enable_gqa", "num_splits"),
+}
 
 
-def stand_in(dtype):
-    """varlen_attn, except for the device and the type."""
+def stand_in(version, dtype):
+    """varlen_attn of that torch, except for the device and the type."""
+    assert REAL.keys() >= {*OPTIONS["2.13"]}
 
     def kernel(query, key, value, cu_q, cu_k, max_q, max_k, **options):
         for x, cu, longest in ((query, cu_q, max_q), (key, cu_k, max_k), (value, cu_k, max_k)):
@@ -38,10 +43,16 @@ def stand_in(dtype):
             assert x.shape[-1] % 8 == 0 and x.shape[-1] <= 256
             assert cu.dtype == torch.int32 and cu.is_contiguous() and len(cu) > 1
             assert type(longest) is int and longest == cu.diff().max() and len(x) == cu[-1]  # else wrong in silence
+        assert options.keys() <= {*OPTIONS[version]}
         left, right = options["window_size"]
-        assert right == 0 and options["enable_gqa"] and options["num_splits"] == 1 and options.keys() <= OPTIONS
+        assert right == 0
+        if version == "2.13":
+            assert options["enable_gqa"] and options["num_splits"] == 1
         return by_formula(query, key, value, cu_q, cu_k, left)
 
+    tensors = [*REAL.values()][:7]
+    options = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in OPTIONS[version]]
+    kernel.__signature__ = inspect.Signature([*tensors, *options])
     return kernel
 
 
@@ -75,8 +86,9 @@ def worst(found, wanted):
 
 
 CASES = [
-    segments([5, 1, 9]), segments([5, 1, 9], window=3), segments([2, 1, 4], [5, 1, 9]),
-    segments([2, 1, 4], [5, 8, 9], window=4), segments([40, 3, 90, 4, 60], [40, 43, 90, 94, 60]),
+    segments([5, 1, 9]), segments([6, 6]), segments([5, 1, 9], window=3), segments([9, 2], window=2),
+    segments([7, 3], window=7), segments([2, 1, 4], [5, 1, 9]), segments([2, 1, 4], [5, 8, 9], window=4),
+    segments([10, 1], [10, 12], window=4), segments([40, 3, 90, 4, 60], [40, 43, 90, 94, 60]),
     segments([30, 3, 60, 29], [50, 43, 60, 29], window=20),
 ]  # fmt: skip
 
@@ -87,11 +99,12 @@ def test_padded_attention_is_the_formula(where):
     assert worst(outcome(lambda *x: attend_padded(*x, where), inputs), expected(where, inputs, torch.float64)) < 1e-6
 
 
+@pytest.mark.parametrize("version", OPTIONS)
 @pytest.mark.parametrize("dtype, close", [(torch.float32, 1e-5), (torch.bfloat16, 0.02)])
 @pytest.mark.parametrize("where", CASES)
-def test_the_unpadded_path_gives_the_gradients_of_the_padded(monkeypatch, where, dtype, close):
+def test_the_unpadded_path_gives_the_gradients_of_the_padded(monkeypatch, version, where, dtype, close):
     """In fp32, which the kernel itself refuses, to see more than rounding; in bf16, as it asks."""
-    monkeypatch.setattr(flash, "varlen_attn", stand_in(dtype))
+    monkeypatch.setattr(flash, "varlen_attn", stand_in(version, dtype))
     inputs = tensors(int(where.cu_q[-1]), int(where.cu_k[-1]), dtype)
     unpadded, padded = (outcome(lambda *x, f=f: f(*x, where), inputs) for f in (attend_varlen, attend_padded))
     assert worst(unpadded, padded) < close
@@ -114,9 +127,11 @@ def test_the_gradients_of_copies_are_added_up_in_fp32():
     "arch, settings, window",
     [
         ("mistral", {"sliding_window": 8}, 8),
+        ("qwen2", {"sliding_window": 8}, None),  # without use_sliding_window
         ("qwen2", {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 0}, 8),
         ("qwen2", {"sliding_window": 8, "use_sliding_window": True}, None),  # all layers below max_window_layers
         ("qwen2", {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1}, "for all layers alike"),
+        ("qwen2_moe", {"sliding_window": 8, "use_sliding_window": True}, "for all layers alike"),
         ("qwen3_moe", {"sliding_window": 8, "use_sliding_window": True}, 8),
         ("llama", {"sliding_window": 8}, "for all layers alike"),  # which transformers does not read, and vLLM does
     ],
