@@ -16,7 +16,7 @@ from oracle import formulas
 BLOCK = 100  # prompts of a mixture, in which shares are exact to one prompt
 
 
-def order_of(sizes: list[int], weights: list[float], seed: int) -> Iterator[tuple[int, int]]:
+def order_of(sizes: list[int], weights: list[float], seed) -> Iterator[tuple[int, int]]:
     """(set, number of its prompt) of the endless stream of prompts: each set in shuffled epochs, mixed by weight."""
     streams = [epochs_of(size, seed, chosen) for chosen, size in enumerate(sizes)]
     for chosen in sets_of(weights, seed):
@@ -40,7 +40,7 @@ def sets_of(weights, seed) -> Iterator[int]:
         yield from np.random.default_rng([seed, block, 0, 1]).permutation(sets).tolist()
 
 
-def seed_of(*numbers) -> int:
+def seed_of(*numbers):
     """A seed of vLLM: of a group from (seed, step, group), of a later turn from (the group's seed, answer, turn)."""
     return int(np.random.SeedSequence(numbers).generate_state(1)[0])
 
@@ -106,7 +106,7 @@ def updates_of(answers, cfg, step) -> list[list[int]]:
 ADVANTAGES = ("grpo", "dr_grpo", "rloo", "grpo_loo", "grpo_batch", "max_rl", "reinforce_pp", "none")
 
 
-def advantages_of(answers, algo, kl_coef=0.0) -> np.ndarray:
+def advantages_of(answers, algo, kl_coef=0.0):
     """The advantage of each of the answers (trainer.Scored), whose rewards lose kl_coef times their KL."""
     groups = np.array([a.row["group"] for a in answers])
     rewards = np.array([a.row["reward"] for a in answers])

@@ -15,7 +15,7 @@ from oracle.trainer import scored
 # ---------------------------------------------------------------- order
 
 
-def judge_order(state, rows) -> dict:
+def judge_order(state, rows):
     """The prompt of each group against the order of the data. Returns {group: its Prompt of the data, or None}."""
     groups = {row["group"]: tuple(row["prompt_ids"]) for row in rows}
     state.taken += len(groups)
@@ -87,7 +87,7 @@ def judge_requests(state, row, number, sampling, limit):
     state.report.say("sampling", wrong and f"group {row['group']}, answer {number}: {'; '.join(wrong)}")
 
 
-def answer_problem(state, row, sampling, limit) -> str:
+def answer_problem(state, row, sampling, limit):
     """What is wrong with the length, the end or the text of an answer; empty if nothing is."""
     length = len(row["response_ids"])
     finished = row["finished"]
@@ -104,7 +104,7 @@ def answer_problem(state, row, sampling, limit) -> str:
     return "" if all(before) else "a turn before the last did not end"
 
 
-def has_ended(state, ids, sampling) -> bool:
+def has_ended(state, ids, sampling):
     """Whether the last token is an end token or a stop token, or completes a stop text."""
     if ids[-1] in {*state.ends, *sampling.stop_token_ids}:
         return True

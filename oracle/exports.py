@@ -43,7 +43,7 @@ def judge_weights(report, item, theirs, ours, first):
     report.check(item, f"export: {item}", apart / moved if moved else apart, 0.0)
 
 
-def distance(one, other) -> float:
+def distance(one, other):
     """The norm of the difference between two sets of weights."""
     return math.sqrt(sum((one[name] - other[name]).double().pow(2).sum().item() for name in other))
 

@@ -15,7 +15,7 @@ from rollout import Trace
 FIELDS = ("group", "prompt_ids", "response_ids", "rollout_logp", "finished", "text", "source")
 
 
-def sample_of(a) -> Sample:
+def sample_of(a):
     """The Sample of an answer."""
     return Sample(**{name: a.row[name] for name in FIELDS}, trace=Trace(turns=a.row["turns"]))
 

@@ -107,7 +107,7 @@ def kl(logp, ref, kind):
 # ---------------------------------------------------------------- what an answer is worth
 
 
-def compare(rewards, kind) -> np.ndarray:
+def compare(rewards, kind):
     """The advantages of one group's answers, given their rewards. A scale over the batch is not yet applied."""
     r = np.asarray(rewards, dtype=np.float64)
     if r.min() == r.max() or kind == "none":
@@ -131,7 +131,7 @@ def compare(rewards, kind) -> np.ndarray:
     return np.array(found)
 
 
-def length_penalty(length, limit, algo) -> float:
+def length_penalty(length, limit, algo):
     """What an answer of `length` tokens loses of its reward: nothing, then more over the last overlong_buffer of
     `limit` tokens.
     """
@@ -139,7 +139,7 @@ def length_penalty(length, limit, algo) -> float:
     return -algo.overlong_coef * float(share)
 
 
-def answer_weights(tokens_N, kind, length) -> np.ndarray:
+def answer_weights(tokens_N, kind, length):
     """The weight of a token of each answer, given the trained tokens of each; the loss is divided by their sum."""
     tokens_N = np.asarray(tokens_N)
     each = tokens_N.sum() / max(np.count_nonzero(tokens_N), 1)

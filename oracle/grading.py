@@ -19,7 +19,7 @@ class Grader:
         self.functions: dict[str, Callable] = {}
         self.has_returned = False
 
-    def parts(self, answer: dict, prompt: Prompt, turns: list[str], ended: bool) -> dict[str, float] | str:
+    def parts(self, answer: dict, prompt: Prompt, turns: list[str], ended) -> dict[str, float] | str:
         """The weighted parts of the answer's reward. If the user's code raised, the last line of its error.
 
         `turns` are the texts of model, environment, model, ..., and `ended` says whether the last ended by itself.
@@ -53,7 +53,7 @@ class Grader:
         self.has_returned = True
         return {str(part): float(value) for part, value in found.items() if value is not None}
 
-    def converse(self, row: dict, said: list[str], ended: bool) -> dict:
+    def converse(self, row: dict, said: list[str], ended):
         """The row that the reward of a conversation gets: with its turns and its state."""
         if self.cfg.rollout.turns is None:
             return row

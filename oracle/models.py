@@ -56,7 +56,7 @@ class Model:
         sizes = [len(response) for response in responses]
         return list(zip(chosen.split(sizes), entropies.split(sizes), strict=True))
 
-    def logits(self, weights, prompts, responses, temperature) -> Tensor:
+    def logits(self, weights, prompts, responses, temperature):
         """The logits from which the response tokens of a batch are drawn, [all tokens, vocabulary]."""
         own = {}
         for name, weight in module_weights(weights).items():
@@ -95,7 +95,7 @@ def module_weights(weights) -> Weights:
 # ---------------------------------------------------------------- what a folder has
 
 
-def read_weights(folder: str | Path, dtype: str, tied: bool, device="cpu") -> Weights:
+def read_weights(folder: str | Path, dtype, tied, device="cpu") -> Weights:
     """The tensors of all safetensors files of a folder, in fp32 but with the values that a model of `dtype` has."""
     weights = {}
     for file in sorted(Path(folder).glob("*.safetensors")):
@@ -107,7 +107,7 @@ def read_weights(folder: str | Path, dtype: str, tied: bool, device="cpu") -> We
     return weights
 
 
-def rounded(weight: Tensor, dtype: str) -> Tensor:
+def rounded(weight, dtype):
     """The weight as a model of this dtype has it; the gradient passes as if it were not rounded."""
     if dtype == "fp32":
         return weight

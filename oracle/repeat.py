@@ -15,7 +15,7 @@ from oracle.trainer import scored
 from oracle.updates import gradient, judge_advantages, judge_first_update, judge_log_probs
 
 
-def repeat(run: Recorded) -> Report:
+def repeat(run: Recorded):
     """Repeat the steps of a run and compare all that it recorded."""
     report = Report(run)
     state = State(run, report)

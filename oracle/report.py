@@ -62,7 +62,7 @@ class Report:
         self.first = ""  # the first value of all that parts
         self.remarks = list(run.remarks)  # on the run as a whole
 
-    def check(self, item: str, name: str, theirs, own) -> bool:
+    def check(self, item, name, theirs, own):
         """Compare a number, or numbers, of the run with ours; None in a run is no number. Whether they agree."""
         found = self.compare(name, theirs, own)
         if found.share > self.items[item].largest.share:
@@ -70,7 +70,7 @@ class Report:
         self.say(item, found.parts and f"{name}: {found.parts}", torch.as_tensor(own).numel())
         return not found.parts
 
-    def say(self, item: str, problem: str = "", count: int = 1):
+    def say(self, item, problem="", count=1):
         """Count values of an item that agree or, with a `problem`, one that parts, perhaps not the first."""
         found = self.items[item]
         found.count += count
@@ -78,11 +78,11 @@ class Report:
             found.parts = f"from step {self.step} on: {problem}"
             self.first = self.first or f"step {self.step}, {item}: {problem}"
 
-    def note(self, item: str, why: str):
+    def note(self, item, why):
         """Something of the item is not judged, or by no formula of ours."""
         self.items[item].notes.setdefault(why, self.step)
 
-    def compare(self, name: str, theirs, own) -> Difference:
+    def compare(self, name, theirs, own) -> Difference:
         """The difference of a number, or numbers, of the run from ours."""
         theirs = torch.as_tensor(math.nan if theirs is None else theirs, dtype=torch.float64).flatten()
         own = torch.as_tensor(own, dtype=torch.float64).flatten()
@@ -111,7 +111,7 @@ class Report:
         """The items that part."""
         return [name for name, item in self.items.items() if item.parts]
 
-    def table(self, mine: Sequence[str] = ()) -> str:
+    def table(self, mine: Sequence[str] = ()):
         """A line for each item that the run has, more where something is not judged; `mine` are items that may part."""
         lines = [*self.remarks]
         for label, item in self.items.items():

@@ -20,12 +20,12 @@ class Recorded:
     steps: list[int]  # with a file of answers, from 1 on
     remarks: list[str] = field(default_factory=list)  # what is missing
 
-    def rollouts(self, step: int, kind: str = "step") -> list[dict]:
+    def rollouts(self, step, kind="step") -> list[dict]:
         """The answers of a step, or with kind="eval" of the evaluation after it; none where there was no such."""
         path = self.folder / f"rollouts/{kind}_{step:06d}.jsonl"
         return read_rows(path) if path.exists() else []
 
-    def has(self, folder: str, step: int) -> Path | None:
+    def has(self, folder, step) -> Path | None:
         """The folder of a step in hf/, adapter/ or checkpoints/, if there is one."""
         path = self.folder / f"{folder}/step_{step:06d}"
         return path if path.is_dir() else None
@@ -36,7 +36,7 @@ def read_rows(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.open(encoding="utf-8") if line.endswith("\n")]
 
 
-def read_run(folder: Path, steps: int | None = None) -> Recorded:
+def read_run(folder: Path, steps: int | None = None):
     """What the run in this output folder recorded, of the first `steps`. ValueError where nothing can be judged."""
     if not (folder / "config.yaml").exists():
         raise ValueError(f"{folder} has no config.yaml: give the output_dir of a run")

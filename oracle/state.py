@@ -96,7 +96,7 @@ class State:
             self.report.note(item, f"not judged: {why}")
 
 
-def barrier(cfg) -> str:
+def barrier(cfg):
     """Why no log-prob of a run can be computed here; empty if they can."""
     t = cfg.train
     is_plain = t.updates_per_step * t.epochs_per_step == 1 and cfg.model.dtype == "fp32"

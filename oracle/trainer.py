@@ -34,7 +34,7 @@ class Scored:
     advantages: Tensor = None
 
 
-def scored(row, cfg) -> Scored:
+def scored(row, cfg):
     """An answer of rollouts/, as a step trains on it; turns of model and environment alternate."""
     is_models = np.arange(len(row["turns"])) % 2 == 0
     places = np.flatnonzero(np.repeat(is_models, row["turns"])).tolist()

@@ -16,7 +16,7 @@ from oracle.trainer import known_loss, known_weights, losses_of
 # ---------------------------------------------------------------- log-probs
 
 
-def judge_log_probs(state, answers, updates) -> bool:
+def judge_log_probs(state, answers, updates):
     """vLLM's log-probs, and its gap to the trainer. False where our weights are not the run's."""
     cfg = state.cfg
     report = state.report
@@ -57,7 +57,7 @@ def judge_log_probs(state, answers, updates) -> bool:
 # ---------------------------------------------------------------- advantages
 
 
-def judge_advantages(state, answers) -> list:
+def judge_advantages(state, answers):
     """Set the advantages, ours or where they part the run's. Returns the answers, without those that have none."""
     algo = state.cfg.algo
     report = state.report

@@ -1,14 +1,12 @@
 """Rewards of several parts, each normalized within its group (algo.advantage=gdpo)."""
 
 import numpy as np
-from numpy import ndarray
 
-from config import RewardConfig
 from grpo.step.named_rewards import OWN_PARTS, weights_of
 from grpo.step.records import Sample
 
 
-def normalize_parts(samples: list[Sample], reward: RewardConfig, overlong_coef: float) -> ndarray:
+def normalize_parts(samples: list[Sample], reward, overlong_coef):
     """The reward of each answer with algo.advantage=gdpo, [N]: its parts, normalized one by one, then summed.
 
     sum_k w_k (r_k - m_k) / (s_k + 1e-4), where w_k is the weight of part k in the reward and r_k the part without it,

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 import megatron_bridge as bridge
-from config import Config, EvalConfig
+from config import EvalConfig
 from grpo.parts.base import ranks
 from grpo.parts.base.memory import PHASES
 from grpo.parts.model.gated_delta import linear_sizes
@@ -19,7 +19,7 @@ ROUNDING = 1e-9  # of a reward: parts of .7, .2 and .1 add up to 0.9999999999999
 # ---------------------------------------------------------------- what the updates report
 
 
-def gap_report(difference_T: torch.Tensor, old_T: torch.Tensor, mask_T: torch.Tensor) -> dict[str, torch.Tensor]:
+def gap_report(difference_T, old_T, mask_T) -> dict[str, torch.Tensor]:
     """Sums over the response tokens, and the largest gap, for logp_gap/*, mismatch/ess and guard.
 
     `difference_T`: the trainer's log-probs minus vLLM's [T]; `old_T`: the old log-probs minus vLLM's; mask [T]. The gap
@@ -56,7 +56,7 @@ def reduce_reports(reports: list[dict[str, float]]) -> dict[str, float]:
     return reduced
 
 
-def compared_updates(cfg: Config) -> int:
+def compared_updates(cfg):
     """In how many updates of a step, from the first, the log-probs of trainer and vLLM are compared.
 
     A comparison needs the trainer's log-probs under the weights that vLLM sampled with. With algo.old_logp=trainer all
@@ -79,7 +79,7 @@ COMPARED = {
 UPDATES = {"pack/fill": "fill", "pack/attention_waste": "attention_waste", "pipeline/bubble": "bubble"}
 
 
-def summarize(collected: Collected, reports: list[dict], seconds: dict, batch: Batch, model: list, cfg: Config) -> dict:
+def summarize(collected: Collected, reports: list[dict], seconds: dict, batch: Batch, model: list, cfg):
     """The metrics of a step, named as in docs/metrics.md; None where one does not apply.
 
     `cfg` is the configuration as the step used it. There is a report for each update, and `seconds` for each phase and
@@ -109,7 +109,7 @@ def summarize(collected: Collected, reports: list[dict], seconds: dict, batch: B
     return numbers
 
 
-def sample_metrics(collected: Collected, has_turns: bool) -> dict[str, float | None]:
+def sample_metrics(collected: Collected, has_turns) -> dict[str, float | None]:
     """Rewards, also by source; groups; tokens of a sample, and of its environment with rollout.turns."""
     samples = collected.samples
     groups = {s.group for s in samples}
@@ -142,7 +142,7 @@ def sample_metrics(collected: Collected, has_turns: bool) -> dict[str, float | N
     return numbers
 
 
-def update_metrics(reports: list[dict[str, float]], batch: Batch, cfg: Config) -> dict[str, float | None]:
+def update_metrics(reports: list[dict[str, float]], batch: Batch, cfg) -> dict[str, float | None]:
     """Of the reports of a step's updates; KLs are None without their model. Every rank calls this."""
     first = reports[:1]
     compared = reports[: compared_updates(cfg)]
@@ -187,7 +187,7 @@ def update_metrics(reports: list[dict[str, float]], batch: Batch, cfg: Config) -
     return numbers
 
 
-def report_mean(name: str, reports: list[dict[str, float]], over: str = "tokens") -> float:
+def report_mean(name, reports: list[dict[str, float]], over="tokens"):
     """The sum of the entry `name` over the reports of updates, divided by the sum of the entry `over`, a count."""
     count = sum(r[over] for r in reports)
     return sum(r[name] for r in reports) / max(count, 1)
@@ -216,7 +216,7 @@ def time_metrics(collected: Collected, reports: list[dict], seconds: dict[str, f
     grading. "save" is the wait at the start of the step, for ranks that still save, evaluate or log.
     """
 
-    def of_ranks(phase: str) -> np.ndarray:
+    def of_ranks(phase):
         return np.array([own.get(phase, 0.0) for own in collected.rank_seconds])
 
     rollout_R = of_ranks("rollout")
@@ -267,7 +267,7 @@ def gpu_rate() -> float | None:
     return next((rate * 1e12 for part, rate in HALF_RATES.items() if part in name), None)
 
 
-def matrix_weights(hf) -> int:
+def matrix_weights(hf):
     """Weights of the matrices that a token meets, the output layer included."""
     h = hf.hidden_size
     linear, heads, keys, values = linear_sizes(hf)
@@ -284,7 +284,7 @@ def matrix_weights(hf) -> int:
     return (layers - linear) * attention + linear * delta + layers * block + hf.vocab_size * h
 
 
-def train_flops(hf, tokens: int, attended: int) -> float:
+def train_flops(hf, tokens, attended):
     """Floating-point operations of forward and backward; recomputation does not count.
 
     6 for each of the `tokens` and each weight of a matrix that it meets; for each layer and each dimension of its heads
@@ -301,7 +301,7 @@ def train_flops(hf, tokens: int, attended: int) -> float:
     return 6.0 * met * tokens + 6.0 * width * attended
 
 
-def speed_metrics(samples: list[Sample], reports: list[dict], hf, cfg: Config, seconds: dict) -> dict:
+def speed_metrics(samples: list[Sample], reports: list[dict], hf, cfg, seconds: dict):
     """Rates of a step a rank, and its FLOPs utilisation, None without a known GPU; computed tokens of this replica."""
     size = dist.get_world_size() // bridge.mpu.get_data_parallel_world_size()  # ranks of a replica
     tokens, attended = (sum(report[name] for report in reports) / size for name in ("real", "attended"))
@@ -340,12 +340,12 @@ def by_source(samples: list[Sample]) -> dict[str, list[Sample]]:
     return {source: [s for s in samples if s.source == source] for source in sorted({s.source for s in samples})}
 
 
-def model_lengths(samples: list[Sample]) -> np.ndarray:
+def model_lengths(samples: list[Sample]):
     """Tokens of each response that the model sampled, without the tokens of an environment, [N]."""
     return np.array([sum(s.turns[::2]) for s in samples])
 
 
-def failures(samples: list[Sample], prefix: str) -> dict[str, float]:
+def failures(samples: list[Sample], prefix) -> dict[str, float]:
     """The shares of samples whose grading took too long or failed."""
     return {f"{prefix}/{kind}_frac": np.mean([s.graded == kind for s in samples]) for kind in ("timeout", "error")}
 
@@ -377,7 +377,7 @@ def evaluation(samples: list[Sample], options: EvalConfig) -> dict[str, float]:
     return numbers
 
 
-def pass_at_k(n: int, passed: int, k: int) -> float:
+def pass_at_k(n, passed, k):
     """Probability that at least one of k answers drawn from n passes, of which `passed` do.
 
     It is 1 - C(n - passed, k) / C(n, k), an unbiased estimate for k fresh answers: Chen et al., arXiv 2107.03374.

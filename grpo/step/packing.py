@@ -14,7 +14,6 @@ import numpy as np
 import torch
 
 import megatron_bridge as bridge
-from config import Config, ParallelConfig
 from grpo.parts.base.hf_folder import read_config
 from grpo.parts.base.ranks import device, to_device
 from grpo.parts.model.attention import make_buckets, uses_varlen
@@ -32,7 +31,7 @@ COPY = 1 / 8
 PADDING_PIECE = 128  # tokens of a sequence of padding in a row without samples, at most
 
 
-def to_micro_batches(batch: Batch, samples: list[int], max_tokens: int, cfg: Config) -> list[MicroBatch]:
+def to_micro_batches(batch: Batch, samples: list[int], max_tokens, cfg) -> list[MicroBatch]:
     """This replica's micro-batches of the numbered samples, each of at most `max_tokens` computed positions."""
     replicas = bridge.mpu.get_data_parallel_world_size()
     multiple = bridge.token_multiple(cfg.parallel)
@@ -54,12 +53,12 @@ def to_micro_batches(batch: Batch, samples: list[int], max_tokens: int, cfg: Con
 
 
 @functools.cache
-def holds_copies(path: str) -> bool:
+def holds_copies(path):
     """Whether the layers of a model hold all they compute of each copy of a prompt, as those of linear attention do."""
     return bridge.has_linear_attention(read_config(path))
 
 
-def measure_rows(micro_batches: list[MicroBatch], cfg: Config) -> dict[str, float]:
+def measure_rows(micro_batches: list[MicroBatch], cfg) -> dict[str, float]:
     """How well this replica's training micro-batches are used: pack/* and pipeline/bubble of docs/metrics.md."""
     pads = not uses_varlen(device(), bridge.DTYPES[cfg.model.dtype])  # attention pads sequences to the longest
     positions = computed = real = work = shared_work = padded_work = 0
@@ -84,7 +83,7 @@ def measure_rows(micro_batches: list[MicroBatch], cfg: Config) -> dict[str, floa
     }
 
 
-def bubble(micro_batches: int, parallel: ParallelConfig) -> float:
+def bubble(micro_batches, parallel):
     """Share of an update in which a stage idles: (p - 1) / (m v + p - 1), p stages, v chunks: arXiv 2104.04473, 2.2."""
     idle = parallel.pp - 1
     return idle / (micro_batches * parallel.vpp + idle)
@@ -93,9 +92,7 @@ def bubble(micro_batches: int, parallel: ParallelConfig) -> float:
 # ---------------------------------------------------------------- the plan: which samples share a row
 
 
-def plan_rows(
-    batch: Batch, samples: list[int], max_tokens: int, replicas: int, cfg: Config, copy: float = COPY
-) -> list[list[int]]:
+def plan_rows(batch: Batch, samples: list[int], max_tokens, replicas, cfg, copy=COPY) -> list[list[int]]:
     """The numbered samples in bins of at most `max_tokens` positions, where a copy counts as `copy` of one.
 
     Replica r takes bins[r::replicas]. In a bin, the answers to a prompt are side by side. Units of up to `most` answers
@@ -132,7 +129,7 @@ def plan_rows(
     return plan
 
 
-def shared_positions(batch: Batch, samples: list[int], shares: bool) -> np.ndarray:
+def shared_positions(batch: Batch, samples: list[int], shares):
     """How many positions each sample shares with the one before it, [S]: the same prompt's, leaving one as a query."""
     shared_S = np.zeros(len(samples), dtype=np.int64)
     if shares and len(samples) > 1:
@@ -142,9 +139,7 @@ def shared_positions(batch: Batch, samples: list[int], shares: bool) -> np.ndarr
     return shared_S
 
 
-def plan_bins(
-    tokens_N: np.ndarray, attended_N: np.ndarray, max_tokens: int, replicas: int, parallel: ParallelConfig
-) -> tuple[list[list[int]], float]:
+def plan_bins(tokens_N, attended_N, max_tokens, replicas, parallel) -> tuple[list[list[int]], float]:
     """Assign units to bins of at most `max_tokens` positions, so that the slowest replica finishes soonest.
 
     Returns bins of unit numbers, some perhaps empty, and the planned duration. Replica r takes bins[r::replicas]. Up to
@@ -191,7 +186,7 @@ def plan_bins(
     return [units.tolist() for units in members], best
 
 
-def assign_to_cheapest(costs: list[float], lengths: list[int], max_tokens: int, count: int) -> np.ndarray | None:
+def assign_to_cheapest(costs: list[float], lengths: list[int], max_tokens, count) -> np.ndarray | None:
     """Bin of each unit, the costliest first, each into the cheapest of `count` bins (LPT); None if there is no room."""
     bins = []
     heap = [(0, 0, number) for number in range(count)]  # (cost, tokens, number)
@@ -204,7 +199,7 @@ def assign_to_cheapest(costs: list[float], lengths: list[int], max_tokens: int, 
     return np.array(bins, dtype=np.int64)
 
 
-def order_bins(cost_B: np.ndarray, replicas: int) -> np.ndarray:
+def order_bins(cost_B, replicas):
     """Place of each bin in the order of bins, [B]; place p is of replica p % replicas (LPT scheduling in rounds)."""
     place_B = np.zeros(len(cost_B), dtype=np.int64)
     loads = np.zeros(replicas)  # [replicas]
@@ -220,7 +215,7 @@ def order_bins(cost_B: np.ndarray, replicas: int) -> np.ndarray:
 # ---------------------------------------------------------------- the packed row
 
 
-def pack(batch: Batch, samples: list[int], width: int, on, shares: bool = False) -> MicroBatch:
+def pack(batch: Batch, samples: list[int], width, on, shares=False):
     """The numbered samples in one row of `width` computed positions; without samples a row of padding only.
 
     `shares`: neighbours with the same prompt compute it once, so that the row is longer than `width`.
@@ -237,7 +232,7 @@ def pack(batch: Batch, samples: list[int], width: int, on, shares: bool = False)
     offsets_S = starts_S - np.cumsum(lengths_S) + lengths_S
     index = torch.from_numpy(np.arange(lengths_S.sum()) + np.repeat(offsets_S, lengths_S))
 
-    def row(values_F: torch.Tensor) -> torch.Tensor:
+    def row(values_F):
         zeros = values_F.new_zeros(padding, *values_F.shape[1:])
         return torch.cat([values_F.index_select(0, index), zeros])[None]  # [1, T]
 
@@ -256,7 +251,7 @@ def pack(batch: Batch, samples: list[int], width: int, on, shares: bool = False)
     )  # fmt: skip
 
 
-def share_positions(shared_S: np.ndarray, sizes_S: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def share_positions(shared_S, sizes_S) -> tuple[np.ndarray, np.ndarray]:
     """The computed positions of a row, [C], and which of them each is, [T]: sequence s has `shared_S[s]` of s - 1."""
     starts_S = np.cumsum(sizes_S) - sizes_S
     source_T = np.arange(sizes_S.sum())
@@ -265,11 +260,11 @@ def share_positions(shared_S: np.ndarray, sizes_S: np.ndarray) -> tuple[np.ndarr
     return np.unique(source_T, return_inverse=True)
 
 
-def sequence_sum(values_T: torch.Tensor, sequence_T: torch.Tensor) -> torch.Tensor:
+def sequence_sum(values_T, sequence_T):
     """The sum over each packed sequence, at each of its tokens; [T], number of each token's sequence [T] → [T]."""
     return torch.zeros_like(values_T).index_add(0, sequence_T, values_T)[sequence_T]
 
 
-def sequence_mean(values_T: torch.Tensor, mask_T: torch.Tensor, sequence_T: torch.Tensor) -> torch.Tensor:
+def sequence_mean(values_T, mask_T, sequence_T):
     """The mean over each sequence's tokens with mask 1 (0 without any), at each of its tokens; [T] each → [T]."""
     return sequence_sum(values_T * mask_T, sequence_T) / sequence_sum(mask_T, sequence_T).clamp(min=1)

@@ -3,7 +3,6 @@
 import itertools
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import torch
@@ -42,23 +41,23 @@ class Sample:
         return self.trace.turns or [len(self.response_ids)]
 
     @property
-    def positions(self) -> int:
+    def positions(self):
         """Number of positions, each of which predicts a token: one for every token but the last."""
         return len(self.prompt_ids) + len(self.response_ids) - 1
 
     @property
-    def sampled(self) -> np.ndarray:
+    def sampled(self):
         """True where the model sampled the token of the response, not an environment; [tokens] bool."""
         return np.repeat(np.arange(len(self.turns)) % 2 == 0, self.turns)  # turns of model and environment alternate
 
-    def as_row(self) -> dict:
+    def as_row(self):
         """The row of rollouts/: the fields that are not None, the turns, and vLLM's settings for each answer."""
         row = {name: value for name, value in vars(self).items() if value is not None}
         del row["trace"]
         return row | {"turns": self.turns, "sampling": self.trace.requests}
 
     @classmethod
-    def of(cls, group: int, prompt, completion, text: str, seed: int) -> "Sample":
+    def of(cls, group, prompt, completion, text, seed):
         """The completion of a prompt (rollout.Completion, grpo.parts.data.prompts.Prompt), decoded as `text`."""
         return cls(
             group=group, prompt_ids=prompt.ids, response_ids=completion.ids, rollout_logp=completion.logps,
@@ -79,7 +78,7 @@ REPLAYED = {"routes": Routes, "nuclei": Nuclei}
 Replay = dict[str, Routes | Nuclei]  # {} where nothing is replayed
 
 
-def to_replay(samples: list[Sample], lengths_N: np.ndarray) -> Replay:
+def to_replay(samples: list[Sample], lengths_N):
     """What a batch of the samples replays, given each sample's number of positions."""
     replay = {}
     for name in samples[0].trace.replay:
@@ -124,30 +123,30 @@ class Batch(Rows):
     replay: Replay = field(default_factory=dict)
 
     @cached_property
-    def starts_N(self) -> np.ndarray:
+    def starts_N(self):
         """Place of each sample's first position."""
         return np.cumsum(self.lengths_N) - self.lengths_N
 
     @property
-    def seq_id(self) -> torch.Tensor:
+    def seq_id(self):
         """Number of each position's sample, [F]; computed at each use, as `position_ids` is."""
         return torch.from_numpy(np.repeat(np.arange(len(self.lengths_N), dtype=np.int32), self.lengths_N))
 
     @property
-    def position_ids(self) -> torch.Tensor:
+    def position_ids(self):
         """Place of each token in its own sample, [F]."""
         starts_F = np.repeat(self.starts_N.astype(np.int32), self.lengths_N)
         return torch.from_numpy(np.arange(len(starts_F), dtype=np.int32) - starts_F)
 
     @cached_property
-    def prompts_N(self) -> np.ndarray:
+    def prompts_N(self):
         """Positions of each sample's prompt: those up to the first whose target the model sampled, or all."""
         sampled = np.append(np.flatnonzero(self.mask.numpy()), len(self.tokens))
         first_N = sampled[np.searchsorted(sampled, self.starts_N)]
         return np.minimum(first_N + 1 - self.starts_N, self.lengths_N)
 
     @cached_property
-    def same_prompt_N(self) -> np.ndarray:
+    def same_prompt_N(self):
         """A number for each sample, the same where prompts have the same tokens, computed in the same way."""
         values = [self.tokens, *(value for kind in self.replay.values() for value in kind.of_positions())]
         arrays = [value.numpy() for value in values]
@@ -159,7 +158,7 @@ class Batch(Rows):
             same_prompt_N[n] = numbers.setdefault(prompt, len(numbers))
         return same_prompt_N
 
-    def take(self, samples: list[int]) -> "Batch":
+    def take(self, samples: list[int]):
         """The batch of these samples alone, numbered from 0."""
         index_F = np.concatenate([np.arange(self.lengths_N[n]) + self.starts_N[n] for n in samples])
         index_F = torch.from_numpy(index_F)
@@ -167,11 +166,11 @@ class Batch(Rows):
         replay = {name: kind.take(samples, index_F) for name, kind in self.replay.items()}
         return replace(self, **taken, lengths_N=self.lengths_N[samples], replay=replay)
 
-    def for_other_weights(self) -> "Batch":
+    def for_other_weights(self):
         """The batch as other weights score it: they replay no choice that the policy's own weights have made."""
         return replace(self, replay={name: kind.for_other_weights() for name, kind in self.replay.items()})
 
-    def sums(self, values_F: torch.Tensor) -> np.ndarray:
+    def sums(self, values_F):
         """The sum over each sample's positions, [F] → [N] float64."""
         return np.add.reduceat(values_F.numpy(), self.starts_N, dtype=np.float64)
 
@@ -195,24 +194,24 @@ class MicroBatch(Rows):
     replay: Replay = field(default_factory=dict)
 
     @property
-    def width(self) -> int:
+    def width(self):
         """Number of positions that are computed, C."""
         return self.tokens.shape[1] if self.kept is None else len(self.kept)
 
     @property
-    def queries(self) -> np.ndarray:
+    def queries(self):
         """Positions of each sequence that are computed, [S]: its last."""
         if self.kept is None:
             return self.sizes
         return np.diff(np.searchsorted(self.kept, np.cumsum([0, *self.sizes])))
 
-    def computed(self, values_T: torch.Tensor) -> torch.Tensor:
+    def computed(self, values_T):
         """The values of the computed positions; [..., T] → [..., C]."""
         if self.kept is None:
             return values_T
         return values_T.index_select(-1, to_device(torch.from_numpy(self.kept), values_T.device))
 
-    def at_any_copy(self, where_T: torch.Tensor) -> torch.Tensor:
+    def at_any_copy(self, where_T):
         """Whether `where_T` holds at a computed position or at one of its copies; [1, T] → [1, C] bool."""
         if self.place is None:
             return where_T
@@ -220,32 +219,32 @@ class MicroBatch(Rows):
         return torch.zeros(1, self.width, device=where_T.device).index_add(1, place_T, where_T.float()) > 0
 
     @property
-    def index_T(self) -> torch.Tensor:
+    def index_T(self):
         """Place in the Batch of each position that is not padding; computed at each use, like all properties below."""
         shift = np.repeat(self.starts - np.cumsum(self.lengths) + self.lengths, self.lengths)
         return torch.from_numpy(np.arange(len(shift)) + shift)
 
     @property
-    def seq_id(self) -> torch.Tensor:
+    def seq_id(self):
         """Number of each position's sample in the Batch, -1: padding; [1, T]."""
         numbers_T = np.repeat(self.samples, self.lengths)
         return torch.from_numpy(np.pad(numbers_T, (0, self.tokens.shape[1] - len(numbers_T)), constant_values=-1))[None]
 
     @property
-    def position_ids(self) -> torch.Tensor:
+    def position_ids(self):
         """Place of each token in its own sequence, [1, T]."""
         starts_T = self.cu_seqlens[self.sequence_T]
         return (torch.arange(len(starts_T), dtype=torch.int32, device=starts_T.device) - starts_T)[None]
 
     @property
-    def sequence_T(self) -> torch.Tensor:
+    def sequence_T(self):
         """Number of each position's sequence in this row, [T]."""
         lengths_S = self.cu_seqlens.diff()
         numbers_S = torch.arange(len(lengths_S), device=lengths_S.device)
         return numbers_S.repeat_interleave(lengths_S, output_size=self.tokens.shape[1])
 
 
-def gather_samples(samples: list[Sample], own: Any) -> tuple[list[Sample], list]:
+def gather_samples(samples: list[Sample], own) -> tuple[list[Sample], list]:
     """Gather all ranks' samples, sorted by group, texts on rank 0 only, and what each rank gives as `own`."""
     texts = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object([sample.text for sample in samples], texts)

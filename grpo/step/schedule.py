@@ -2,12 +2,10 @@
 
 import math
 
-from config import Config
-
 SECTIONS = {"lr": "train", "kl_coef": "algo", "entropy_coef": "algo", "temperature": "rollout"}  # of the keys
 
 
-def scheduled_values(cfg: Config, step: int) -> dict[str, float]:
+def scheduled_values(cfg, step) -> dict[str, float]:
     """{dotted key: its value in `step`} of the keys that have a schedule; a function of the step alone.
 
     A schedule leads from the key's own value, at step 1, to `to`, at step `steps`, where it stays. With the progress x
@@ -25,6 +23,6 @@ def scheduled_values(cfg: Config, step: int) -> dict[str, float]:
     return values
 
 
-def value_of(cfg: Config, name: str) -> float:
+def value_of(cfg, name):
     """The value of the key that the schedule `name` is of."""
     return getattr(getattr(cfg, SECTIONS[name]), name)

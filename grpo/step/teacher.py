@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 import torch
 
 import megatron_bridge as bridge
-from config import Config
 from grpo.parts.base import hf_folder
 from grpo.parts.data.prompts import load_tokenizer
 from grpo.parts.model import matched
@@ -22,7 +21,7 @@ class Teacher:
     weights: list[torch.Tensor] | None = None
 
 
-def build_teacher(model: list, cfg: Config) -> Teacher:
+def build_teacher(model: list, cfg):
     """The teacher of a run that trains `model`."""
     algo = cfg.algo
     if algo.teacher == SELF:
@@ -44,7 +43,7 @@ def build_teacher(model: list, cfg: Config) -> Teacher:
     return Teacher(chunks, weights)
 
 
-def with_teacher_prompts(samples: list[Sample], is_policy: bool) -> list[Sample]:
+def with_teacher_prompts(samples: list[Sample], is_policy) -> list[Sample]:
     """The samples as the teacher sees them: the same answers after the prompts with hints, if there are hints.
 
     The teacher's routers choose for themselves. If the teacher `is_policy`, the same model, its routers replay where
@@ -58,12 +57,12 @@ def with_teacher_prompts(samples: list[Sample], is_policy: bool) -> list[Sample]
     return seen
 
 
-def another(cfg: Config) -> str | None:
+def another(cfg) -> str | None:
     """Where the teacher comes from, if it is another model than the policy; else None."""
     return None if cfg.algo.teacher == SELF else cfg.algo.teacher
 
 
-def check_vocabulary(cfg: Config) -> None:
+def check_vocabulary(cfg):
     """See from its config.json that the teacher has a row for every token of the model. Raises ValueError."""
     path = cfg.algo.teacher
     rows, needed = (hf_folder.read_config(name).vocab_size for name in (path, cfg.model.path))
@@ -74,7 +73,7 @@ def check_vocabulary(cfg: Config) -> None:
         )
 
 
-def check_tokens(cfg: Config, tokenizer) -> None:
+def check_tokens(cfg, tokenizer):
     """See that the teacher knows the `tokenizer`'s tokens by the same ids. Raises ValueError."""
     path = cfg.algo.teacher
     try:

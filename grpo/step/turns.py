@@ -31,7 +31,7 @@ class Talk(NamedTuple):
     number: int
     said: Completion  # its trace has the columns "turns", texts of model, environment, model, ..., and "state"
 
-    def add(self, ids: list[int], logps: list[float], text: str) -> None:
+    def add(self, ids: list[int], logps: list[float], text):
         self.said.ids = self.said.ids + ids
         self.said.logps = self.said.logps + logps
         self.said.trace.turns.append(len(ids))
@@ -49,7 +49,7 @@ class Conversations:
     rows: list[dict]  # the data row of each prompt
 
     def generate(
-        self, prompts: list[list[int]], seeds: list[int], n: int, sampling: RolloutConfig | EvalConfig, max_tokens: int
+        self, prompts: list[list[int]], seeds: list[int], n, sampling: RolloutConfig | EvalConfig, max_tokens
     ) -> Iterator[tuple[int, list[Completion]]]:
         """Yield (number of the prompt, its `n` conversations of at most `max_tokens`) once all of them have ended.
 
@@ -95,7 +95,7 @@ class Conversations:
                 if active.isdisjoint(group):
                     yield p, [talks[number].said for number in group]
 
-    def add_answer(self, talk: Talk, answer: Completion) -> None:
+    def add_answer(self, talk: Talk, answer: Completion):
         talk.add(answer.ids, answer.logps, self.inputs.tokenizer.decode(answer.ids, skip_special_tokens=True))
         talk.said.finished = answer.finished
         trace = talk.said.trace
@@ -111,7 +111,7 @@ class Conversations:
             return None
         return self.pool.submit_turn(rollout.turns, columns["turns"][-1], self.rows[talk.prompt], columns["state"])
 
-    def take_replies(self, calls: dict[int, Future | None], wait: bool) -> list[tuple[int, Outcome]]:
+    def take_replies(self, calls: dict[int, Future | None], wait) -> list[tuple[int, Outcome]]:
         """Take the calls that are done out of `calls`, the same on all ranks of the engine; `wait` for one of them."""
         replies = []
         if dist.get_rank() % self.cfg.rollout.tp == 0:
@@ -124,7 +124,7 @@ class Conversations:
             del calls[number]
         return replies
 
-    def reply(self, talk: Talk, outcome: Outcome, max_tokens: int) -> bool:
+    def reply(self, talk: Talk, outcome: Outcome, max_tokens):
         """Add the environment's reply to the last answer; returns whether the model goes on."""
         said, trace = talk.said, talk.said.trace
         if outcome.status != "ok":
@@ -151,7 +151,7 @@ class Conversations:
         return said.finished
 
 
-def reply_ids(text: str, last: int, tokenizer, data) -> list[int]:
+def reply_ids(text, last, tokenizer, data) -> list[int]:
     """The token ids of an environment's text, or with data.chat_template of the user's next message, after `last`.
 
     Where `last`, the token that ended the answer, is not the template's end token, the template's follows it.
@@ -161,14 +161,14 @@ def reply_ids(text: str, last: int, tokenizer, data) -> list[int]:
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def turn_seed(seed: int, answer: int, turn: int) -> int:
+def turn_seed(seed, answer, turn):
     """Seed of a turn of a prompt's answer."""
     if turn == 0:
         return seed + answer  # as vLLM seeds several answers to a prompt
     return int(np.random.SeedSequence([seed, answer, turn]).generate_state(1)[0])
 
 
-def broadcast_in_engine(value: Any, tp: int) -> Any:
+def broadcast_in_engine(value, tp):
     """The value of the first of an engine's `tp` ranks, on each of them; only the first rank calls functions."""
     if tp == 1:
         return value
@@ -180,7 +180,7 @@ def broadcast_in_engine(value: Any, tp: int) -> Any:
     return values[0]
 
 
-def check(cfg: Config, tokenizer, vocab_size: int, row: dict) -> None:
+def check(cfg, tokenizer, vocab_size, row: dict):
     """ValueError unless rollout.turns exists, model and template hold its replies, and the data lacks its columns."""
     if cfg.rollout.turns is None:
         return

@@ -12,7 +12,7 @@ from grpo.parts.engine import invariant
 from grpo.parts.engine.push_check import digest
 
 
-def prepare(by_row=False) -> str:
+def prepare(by_row=False):
     """Patch vLLM before it starts, on all ranks. Returns the prefix, unique to this run, of its files in /dev/shm.
 
     With `by_row`, what it computes for a token does not depend on the batch.
@@ -162,7 +162,7 @@ class Routes:
             slots = slots[self.attention]
             self.experts.flatten(0, 1)[slots, layer] = experts[: len(slots)].to(self.experts.dtype)
 
-    def take_output(self, request, unused) -> numpy.ndarray:
+    def take_output(self, request, unused):
         """The experts of the tokens that were computed for a request's last one, [tokens, layers, k].
 
         vLLM joins them. A text of rollout.stop ends an answer outside of the scheduler, where no request finishes.

@@ -7,7 +7,7 @@ import torch
 from grpo.parts.engine import cpu_engine
 
 
-def load_weights(llm, weights: Iterator[tuple[str, torch.Tensor]], keeps_weights: bool) -> None:
+def load_weights(llm, weights: Iterator[tuple[str, torch.Tensor]], keeps_weights):
     """Let vLLM replace its weights by the (Hugging Face name, full tensor) pairs.
 
     `keeps_weights`: it holds them as a checkpoint has them, so they are copied in.
@@ -24,13 +24,13 @@ def load_weights(llm, weights: Iterator[tuple[str, torch.Tensor]], keeps_weights
         llm.apply_model(cpu_engine.repack_lm_head)
 
 
-def return_nuclei(llm, wanted: bool) -> None:
+def return_nuclei(llm, wanted):
     """Switch on or off that vLLM returns the ids from which each token was drawn."""
     worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker
     worker.model_runner.sampler.return_sampling_mask = wanted
 
 
-def decode_once(engine) -> None:
+def decode_once(engine):
     """Where stop texts need each token decoded, spare vLLM decoding it again, alone, to show beside its log-prob."""
     for state in engine.output_processor.request_states.values():
         state.logprobs_processor.tokenizer = None

@@ -156,7 +156,7 @@ def shard_digests(shards: Iterable[tuple[str, int, Tensor]]) -> Parts:
     return {key: found.tolist() for key, found in sums.items()}
 
 
-def add_up(names: list[str], everywhere: Iterable[Parts]) -> np.ndarray:
+def add_up(names: list[str], everywhere: Iterable[Parts]):
     """Digests [2, W, 2] of the W weights `names` from the parts of all ranks: of tensors, and of keys and values.
 
     Copies of a part count once. Raises TrainingError if they differ, or if names do.
@@ -223,7 +223,7 @@ def addresses(model) -> dict[str, int]:
 
 
 @torch.no_grad()
-def digest(tensor: Tensor, ordered=False) -> list[Tensor]:
+def digest(tensor, ordered=False) -> list[Tensor]:
     """Digest of a tensor's bits: 2 int64 on its device, 0 for zeros. The digest of a whole is the sum over its parts.
 
     Over the words x_i of 8 bytes, modulo 2^64: the sum of x_i, and the sum of |x_2i| |x_2i+1|, since two changes can
@@ -249,12 +249,12 @@ def digest(tensor: Tensor, ordered=False) -> list[Tensor]:
     return sums
 
 
-def in_words(name, weight: Tensor) -> Tensor:
+def in_words(name, weight):
     """The weight. Of linear attention's vectors a rank may hold one number per head, which becomes two words."""
     return weight.double().repeat_interleave(2) if name.endswith(("A_log", "dt_bias")) else weight
 
 
-def stacked(digests: Iterable[list[Tensor]]) -> np.ndarray:
+def stacked(digests: Iterable[list[Tensor]]):
     """W digests as an array [W, 2 or 3], in one copy from the device."""
     digests = list(digests)
     numbers = [number for sums in digests for number in sums]

@@ -42,13 +42,13 @@ def set_environment(exact=False, dtype="bf16"):
         os.environ.setdefault(name, value)
 
 
-def capture_size(batch: int) -> int:
+def capture_size(batch):
     """The largest batch of which to capture a CUDA graph, so that `batch` requests have one; at most 512."""
     step = 8 if batch <= 256 else 16  # vLLM captures the multiples of these up to the size that it gets
     return min(math.ceil(batch / step) * step, 512)
 
 
-def most_sequences(batch: int, tp: int) -> dict:
+def most_sequences(batch, tp):
     """vLLM's option that lets `batch` requests run together, at most 512, if its default for this machine is less.
 
     Each request costs memory as its logits do: with 152,000 tokens 0.6 MB while vLLM sleeps, and 1.8 MB more while it
@@ -73,7 +73,7 @@ def let_segments_grow():
     torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
-def keeps_weights(model: torch.nn.Module) -> bool:
+def keeps_weights(model: torch.nn.Module):
     """Whether vLLM on a GPU holds all weights of `model` as a checkpoint has them, so that a push is copied into them.
 
     vLLM's reload, which quantized weights and experts need, makes each layer anew first: a third of a push's time.
@@ -85,7 +85,7 @@ def keeps_weights(model: torch.nn.Module) -> bool:
     return methods <= {type(None), UnquantizedLinearMethod, UnquantizedEmbeddingMethod}
 
 
-def engine_options() -> dict:
+def engine_options():
     """Fields of vLLM's EngineArgs and their types. grpo/run/preflight/options.py lists those rollout.vllm may set."""
     set_environment()
     from vllm import EngineArgs
@@ -93,7 +93,7 @@ def engine_options() -> dict:
     return {field.name: field.type for field in dataclasses.fields(EngineArgs)}
 
 
-def prepare_linear_attention(path: str) -> dict:
+def prepare_linear_attention(path):
     """Let vLLM build only the language model of a Qwen3.5 in the folder `path`, on a machine without torchvision.
 
     Returns options of the engine: with prefix caching vLLM wants chunked prefill.

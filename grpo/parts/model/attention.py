@@ -23,7 +23,6 @@ from grpo.parts.model.layers import Rotation  # first: it prepares the process f
 from megatron.core import parallel_state as mpu
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import all_to_all
-from megatron.core.transformer import TransformerConfig
 
 # ---------------------------------------------------------------- a packed row
 
@@ -34,7 +33,7 @@ from megatron.core.transformer import TransformerConfig
 # p // cp of rank p % cp. Only attention exchanges tokens. Source: Striped Attention, arXiv 2311.09431.
 
 
-def own_stripe(x: Tensor):
+def own_stripe(x):
     """This rank's tokens of a row; [..., T] → [..., T / cp]."""
     return x[..., mpu.get_context_parallel_rank() :: mpu.get_context_parallel_world_size()]
 
@@ -77,7 +76,7 @@ class Segments:
         return buckets, to_device(queries, to), to_device(keys, to)
 
 
-def count_from(first_S: np.ndarray, sizes_S: np.ndarray):
+def count_from(first_S, sizes_S):
     """`sizes` numbers of each segment, first, first + 1, ..., end to end; [S], [S] → [sum of sizes] int64."""
     begin_S = np.cumsum(sizes_S) - sizes_S
     return torch.from_numpy(np.arange(sizes_S.sum()) + np.repeat(first_S - begin_S, sizes_S))
@@ -92,7 +91,7 @@ class Copies:
     counts: Tensor  # [C], how many positions each of them stands for
 
     @classmethod
-    def of(cls, place: np.ndarray, computed: int, to):
+    def of(cls, place, computed, to):
         """From the place of each position, [T], on the device `to`."""
         arrays = (place, np.argsort(place, kind="stable"), np.bincount(place, minlength=computed))
         return cls(*(to_device(torch.from_numpy(array), to) for array in arrays))
@@ -133,7 +132,7 @@ class Packing(PackedSeqParams):
     position_T: Tensor | None = None  # [T], of each token in its sequence
 
     @classmethod
-    def of(cls, mb, inv_freq, config: TransformerConfig):
+    def of(cls, mb, inv_freq, config):
         """The packing of a micro-batch, with `inv_freq` [rotated / 2] as transformers computes it."""
         window = config.window_size and config.window_size[0] + 1
         on = mb.tokens.device
@@ -204,12 +203,12 @@ def attend(query, key, value, segments: Segments):
     return kernel(query, key, value, segments)
 
 
-def uses_varlen(on: torch.device, dtype: torch.dtype):
+def uses_varlen(on, dtype):
     """Whether `attend` is `attend_varlen`: on a GPU in bf16 or fp16, unless model.flash_attention is false."""
     return on.type == "cuda" and dtype in (torch.bfloat16, torch.float16) and torch.backends.cuda.flash_sdp_enabled()
 
 
-def use_flash_attention_3(dtype: torch.dtype):
+def use_flash_attention_3(dtype):
     """Let torch use FlashAttention 3 on a GPU of compute capability 9.0 that has the module flash_attn_interface.
 
     This has not been run on such a GPU.
@@ -276,7 +275,7 @@ SIMILAR = 0.9  # a segment joins a bucket if it has this share of the tokens of 
 FEW_TOKENS = 16  # or lacks at most this number of them: a further call would cost more than the padding
 
 
-def make_buckets(lengths_S: np.ndarray) -> list[tuple[int, int]]:
+def make_buckets(lengths_S) -> list[tuple[int, int]]:
     """(number of segments, length of the longest) of each bucket of segments of similar length, the longest first."""
     lengths = sorted(lengths_S.tolist(), reverse=True)
     buckets = [(0, lengths[0])]
@@ -322,7 +321,7 @@ def scatter_heads(*xs: Tensor):
     return row.split([x.shape[1] // cp for x in xs], dim=1)
 
 
-def from_heads(x, heads: int):
+def from_heads(x, heads):
     """This rank's stripe for all heads, without the added heads of zeros; [T, n / cp, d] → [T / cp, heads, d]."""
     cp = mpu.get_context_parallel_world_size()
     stripes = x.unflatten(0, (-1, cp)).transpose(0, 1).flatten(0, 1)  # rank by rank
@@ -333,7 +332,7 @@ def from_heads(x, heads: int):
 # ---------------------------------------------------------------- what config.json says
 
 
-def rotary_embedding(hf_config) -> torch.nn.Module:
+def rotary_embedding(hf_config):
     """transformers' rotary embedding, for its frequencies. ValueError if it scales attention or varies by length."""
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
     from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextRotaryEmbedding

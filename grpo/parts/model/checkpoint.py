@@ -29,7 +29,7 @@ class CheckpointWriter:
     It keeps the newest `keep_last` checkpoints (0 keeps all), and those whose step is a multiple of `keep_every`.
     """
 
-    def __init__(self, folder: Path | str, keep_last: int, keep_every: int):
+    def __init__(self, folder: Path | str, keep_last, keep_every):
         self.folder = Path(folder)
         self.keep_last = keep_last
         self.keep_every = keep_every
@@ -37,7 +37,7 @@ class CheckpointWriter:
         self.thread: threading.Thread | None = None  # None if no checkpoint is being written
         self.rollouts = RolloutWriter()  # of the same run: a checkpoint gets its name after the samples before it
 
-    def start(self, step: int, state: dict, sharded: dict):
+    def start(self, step, state: dict, sharded: dict):
         """Copy the tensors and begin to write; the caller may change them afterwards. Called on every rank."""
         self.finish()
         self.step = step
@@ -122,7 +122,7 @@ class CheckpointWriter:
 # ---------------------------------------------------------------- finding and reading
 
 
-def step_of(path) -> int:
+def step_of(path):
     """The step of a checkpoint's folder."""
     return int(COMPLETE.match(path.name)[1])
 
@@ -133,12 +133,12 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted(complete, key=step_of, reverse=True)
 
 
-def read_state(path: Path) -> dict:
+def read_state(path: Path):
     """The `state` that was given to `CheckpointWriter.start`."""
     return json.loads((path / "state.json").read_text())
 
 
-def find_checkpoint(resume: str, folder: Path) -> Path | None:
+def find_checkpoint(resume, folder: Path) -> Path | None:
     """The checkpoint to resume from, the same on every rank.
 
     "none" means None, "auto" the newest valid checkpoint in `folder`, and anything else is the path of a checkpoint.
@@ -207,7 +207,7 @@ def find_damage(path: Path) -> str | None:
     return None
 
 
-def set_aside(checkpoints: list[Path], reason: str, used):
+def set_aside(checkpoints: list[Path], reason, used):
     """Rename checkpoints to NAME.REASON, so that the run, which resumes from `used`, can save these steps again."""
     if is_first_rank():
         for path in checkpoints:
@@ -215,7 +215,7 @@ def set_aside(checkpoints: list[Path], reason: str, used):
             add_suffix(path, reason)
 
 
-def check_resumed(path: Path, config: dict, data: dict[str, str]) -> int:
+def check_resumed(path: Path, config: dict, data: dict[str, str]):
     """Print what changed since a checkpoint. Returns its step. Raises UserError if the run cannot resume from it.
 
     `data` is the fingerprint of the training prompts.

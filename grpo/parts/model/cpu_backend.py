@@ -179,7 +179,7 @@ def replace_slow_products() -> torch.library.Library | None:
     return compute_products_in_fp32(slow) if slow else None
 
 
-def has_units(dtype: torch.dtype) -> bool:
+def has_units(dtype):
     """Whether torch has a fast kernel for bf16 or fp16 products on this CPU (AVX-512, AMX, Arm); no without oneDNN."""
     if not torch.backends.mkldnn.is_available():
         return False

@@ -8,11 +8,10 @@ from grpo.parts.model.lora import grouped_linear
 
 # isort: split
 from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
-from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.experts import SequentialMLP
 
 
-def experts_for(config: TransformerConfig, rank: int = 0) -> type[SequentialMLP]:
+def experts_for(config, rank=0) -> type[SequentialMLP]:
     """The class that computes a layer's experts, with LoRA adapters of `rank`; 0 means none.
 
     It is GroupedExperts, unless megatron.moe_grouped_gemm is false or a row is no multiple of 16 bytes, which

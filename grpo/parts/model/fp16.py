@@ -5,7 +5,7 @@ import math
 import torch
 
 
-def initial_scale(tokens: int, least: float) -> float:
+def initial_scale(tokens, least):
     """The loss scale to begin with, a power of two from `least` to 128, for rows of `tokens` tokens.
 
     A row's losses are added up, so its gradients grow with its tokens. SmolLM2 with rows of up to 2,048 tokens
@@ -15,7 +15,7 @@ def initial_scale(tokens: int, least: float) -> float:
     return max(2.0 ** min(exponent, 7), least)
 
 
-def loss_scalers(optimizer) -> list:
+def loss_scalers(optimizer):
     """Megatron's loss scalers, one for each part of the optimizer, in the same state. [] unless the model is fp16."""
     return [part.grad_scaler for part in optimizer.chained_optimizers if part.grad_scaler]
 

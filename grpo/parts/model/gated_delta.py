@@ -19,7 +19,7 @@ from grpo.parts.model.layers import Normalization  # first: it prepares the proc
 # isort: split
 from megatron.core import parallel_state as mpu
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, copy_to_tensor_model_parallel_region
-from megatron.core.transformer import MegatronModule, TransformerConfig
+from megatron.core.transformer import MegatronModule
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 CHUNK = 64  # tokens whose updates are one triangular system
@@ -35,7 +35,7 @@ class GatedDeltaNet(MegatronModule):
     b [repeat], a [repeat]. The rows of `conv` are q, k, v.
     """
 
-    def __init__(self, config: TransformerConfig, layer_number, pg_collection, **unused):
+    def __init__(self, config, layer_number, pg_collection, **unused):
         super().__init__(config)
         self.layer_number = layer_number
         self.tp_group = pg_collection.tp
@@ -130,7 +130,7 @@ class GatedDeltaNet(MegatronModule):
         v = v.unflatten(-1, (self.repeat, -1))
         return q.contiguous(), k.contiguous(), v.flatten(1, 2)
 
-    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None, **unused) -> dict:
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None, **unused):
         """Megatron's sharded state, in which `conv`, `A_log` and `dt_bias` are split by rows."""
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         split = {"conv": self.conv, "A_log": self.A_log, "dt_bias": self.dt_bias}
@@ -139,7 +139,7 @@ class GatedDeltaNet(MegatronModule):
         return state | make_sharded_tensors_for_checkpoint(split, prefix, by_rows, sharded_offsets, **groups)
 
 
-def uses_fla(on: torch.device, dtype: torch.dtype) -> bool:
+def uses_fla(on, dtype):
     """Whether convolution and rule are fla's kernels. They multiply fp32 in TF32, so that fp32 stays with torch."""
     return on.type == "cuda" and dtype is not torch.float32
 
@@ -176,7 +176,7 @@ def causal_conv(x, weight, position_T):
     return F.silu(out)
 
 
-def gated_delta(q, k, v, g, beta, lengths_S: np.ndarray):
+def gated_delta(q, k, v, g, beta, lengths_S):
     """The rule on a row of sequences, in chunks; q, k [T, H, d], v [T, H, e], g and beta [T, H] → [T, H, e].
 
     Within a chunk the updates are the solution of a unit lower triangular system. Between chunks the state passes, of
@@ -221,7 +221,7 @@ def gated_delta(q, k, v, g, beta, lengths_S: np.ndarray):
     return rows.index_select(0, slot_T)
 
 
-def chunk_slots(lengths_S: np.ndarray) -> tuple[np.ndarray, list[int]]:
+def chunk_slots(lengths_S) -> tuple[np.ndarray, list[int]]:
     """Where each token is in chunks that begin with each sequence, [T], and how many sequences have an n-th chunk.
 
     The first chunks of all sequences come before the second ones, and sequences with more chunks come first.

@@ -23,7 +23,7 @@ from megatron.core.utils import unwrap_model
 LOGITS_CHUNK = 2048  # response tokens whose logits over the full vocabulary exist at a time
 
 
-def token_logprobs(model, hidden, mb, temperature: float, with_entropy=True) -> tuple[torch.Tensor, torch.Tensor]:
+def token_logprobs(model, hidden, mb, temperature, with_entropy=True) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-prob of the target and entropy at each position, 0 where the mask is 0.
 
     hidden [C / cp (/ tp under sequence parallelism), 1, h] of the micro-batch → logp_T, entropy_T [T] fp32, on every
@@ -163,7 +163,7 @@ def head_logits(hidden_M, weight, dtype, cut, matches):
     return logits_M
 
 
-def join_stats(stats, local_M, rows: int, group):
+def join_stats(stats, local_M, rows, group):
     """`logits_stats` [4, M] of each rank's rows of the vocabulary → log-prob, entropy, max l and log Z, [M] each."""
     own_max_M, exp_sum_M, weighted_sum_M, target_M = stats
     max_M = own_max_M.clone()

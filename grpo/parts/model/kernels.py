@@ -152,7 +152,7 @@ def swiglu_grad_kernel(gate_up, grad, out, f, BLOCK: tl.constexpr):
 # ---------------------------------------------------------------- rotary embedding
 
 
-def rotate(x, cos, sin, sign: float):
+def rotate(x, cos, sin, sign):
     """`Rotation` of grpo/parts/model/layers.py, or its inverse with `sign` -1.0; x [T, 1, heads, d] → the same."""
     tokens, _, heads, d = x.shape
     if x.stride(-1) != 1:

@@ -26,7 +26,7 @@ if torch.cuda.device_count() == 0:  # this asks NVML; is_available would start C
 
 from megatron.core.optimizer import clip_grads
 from megatron.core.tensor_parallel import layers as linear
-from megatron.core.transformer import MegatronModule, TransformerConfig
+from megatron.core.transformer import MegatronModule
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 
@@ -66,7 +66,7 @@ class RMSNorm(torch.nn.Module):
     With layernorm_zero_centered_gamma it multiplies by 1 + weight.
     """
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps=1e-6, **unused):
+    def __init__(self, config, hidden_size, eps=1e-6, **unused):
         super().__init__()
         self.eps = eps
         self.is_centered = config.layernorm_zero_centered_gamma

@@ -23,7 +23,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from safetensors.torch import save_file
 
-from config import Config, LoraConfig
 from grpo.parts.base.files import complete_folder
 from grpo.parts.base.hf_folder import read_tensor
 from grpo.parts.base.require import require
@@ -53,7 +52,7 @@ class Adapter:
 # ---------------------------------------------------------------- the model
 
 
-def attach(model, cfg: LoraConfig | None):
+def attach(model, cfg):
     """Freeze a model chunk and add factors of zeros to its targeted weights.
 
     If `cfg` is None, only freeze it. If its rank is 0, do nothing.
@@ -114,7 +113,7 @@ def part_rows(linear, target) -> list[int]:
     return [out]
 
 
-def sharded_state_dict(linear, target, prefix="", sharded_offsets=(), metadata=None) -> dict:
+def sharded_state_dict(linear, target, prefix="", sharded_offsets=(), metadata=None):
     """Megatron's sharded state of a layer, in which the split factor is split as its weight is."""
     state = type(linear).sharded_state_dict(linear, prefix, sharded_offsets, metadata)
     name, axis = ("lora_b", 0) if target in COLUMN else ("lora_a", 1)
@@ -207,7 +206,7 @@ def stack_factors(weights):
 
 
 @torch.no_grad()
-def merged_weight(weight: torch.nn.Parameter) -> torch.Tensor:
+def merged_weight(weight: torch.nn.Parameter):
     """The merged weight, bit-equal to the one that the model computes with."""
     a, b = stack_factors([weight])
     return merge(weight, a[0], b[0], weight.adapter.scale)
@@ -240,12 +239,12 @@ def matmul(x, y, ends_E):
 FACTORS = (".lora_a", ".lora_b")  # how the Megatron names of factors end
 
 
-def weight_of(name: str) -> str:
+def weight_of(name):
     """The weight, in Megatron or in Hugging Face's model, to which a factor belongs."""
     return name.removesuffix(".weight").rpartition(".lora_")[0] + ".weight"
 
 
-def factor_rule(name: str, join: str, parts: list[str]) -> tuple[str, list[str]]:
+def factor_rule(name, join, parts: list[str]) -> tuple[str, list[str]]:
     """The rule of a factor, from the rule of its weight (rule_of in megatron_bridge.py); the names are PEFT's."""
     letter = name[-1].upper()
     names = [f"{part.removesuffix('weight')}lora_{letter}.weight" for part in parts]
@@ -254,7 +253,7 @@ def factor_rule(name: str, join: str, parts: list[str]) -> tuple[str, list[str]]
     return "stack" if letter == "A" else join, names
 
 
-def read_part(name: str, opened: dict, shape) -> torch.Tensor:
+def read_part(name, opened: dict, shape):
     """A Hugging Face tensor from its file in `opened`, or a factor [this rank's `shape`] as it is before training."""
     if name in opened:
         return read_tensor(opened[name], name)
@@ -264,7 +263,7 @@ def read_part(name: str, opened: dict, shape) -> torch.Tensor:
     return initial_factor(name, whole)
 
 
-def initial_factor(name: str, shape: tuple[int, int]) -> torch.Tensor:
+def initial_factor(name, shape: tuple[int, int]):
     """A factor before training, as in PEFT: B is 0, A [rank, in] is uniform within ±1 / sqrt(in).
 
     It depends on the name alone.
@@ -276,7 +275,7 @@ def initial_factor(name: str, shape: tuple[int, int]) -> torch.Tensor:
     return torch.empty(shape).uniform_(-bound, bound, generator=generator)
 
 
-def check_resumed(was: dict, cfg: LoraConfig, path: Path):
+def check_resumed(was: dict, cfg, path: Path):
     """Raise UserError unless the checkpoint in `path`, of a run with the `lora` section `was`, has cfg's adapters."""
     now = {**cfg.model_dump(), "targets": sorted(cfg.targets)}
     was = {**was, "targets": sorted(was["targets"])}
@@ -287,7 +286,7 @@ def check_resumed(was: dict, cfg: LoraConfig, path: Path):
     )
 
 
-def export_adapter(weights: Iterable[tuple[str, torch.Tensor]], base: str, cfg: Config, step: int):
+def export_adapter(weights: Iterable[tuple[str, torch.Tensor]], base, cfg, step):
     """Write the factors, (Hugging Face name, full tensor) pairs, to output_dir/adapter/step_N, for PEFT on the `base`.
 
     Factors of experts are not written: transformers 5 has all experts of a layer as one parameter. Called on every

@@ -270,7 +270,7 @@ def choose_experts(logits, router):
     return select_experts(logits, logits, router.topk, use_grouped_topk=False, renormalize=renormalize)
 
 
-def whole_experts(layer, name: str):
+def whole_experts(layer, name):
     """The weights `name` of all experts of a layer, [E, out, in], from the ranks that have them."""
     weights = []
     for expert in layer.experts.local_experts:

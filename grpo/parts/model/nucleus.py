@@ -21,36 +21,36 @@ class Nuclei:
     ids: list[np.ndarray]
 
     @classmethod
-    def concatenate(cls, ids: list[np.ndarray], lengths_N: np.ndarray) -> "Nuclei":
+    def concatenate(cls, ids: list[np.ndarray], lengths_N):
         """Of a batch; `ids` of each sample."""
         return cls(ids)
 
     @staticmethod
-    def join(before: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    def join(before, ids):
         """Of a conversation: the nuclei of its turns before, then of one more."""
         return np.concatenate([before, ids])
 
-    def take(self, samples: list[int], index_F: torch.Tensor) -> "Nuclei":
+    def take(self, samples: list[int], index_F) -> "Nuclei":
         return Nuclei([self.ids[n] for n in samples])
 
-    def row(self, samples: list[int], index_T: torch.Tensor, padding: int, device) -> "Nuclei":
+    def row(self, samples: list[int], index_T, padding, device) -> "Nuclei":
         return self.take(samples, index_T)
 
-    def of_positions(self) -> tuple:
+    def of_positions(self):
         """Prompts have none."""
         return ()
 
-    def for_other_weights(self) -> "Nuclei":
+    def for_other_weights(self):
         """The same: all models compute their log-probs over the ids from which vLLM drew."""
         return self
 
-    def mean_size(self) -> float:
+    def mean_size(self):
         """Mean number of ids in a nucleus."""
         ids = np.concatenate(self.ids)
         return len(ids) / (ids < 0).sum() - 1
 
 
-def places(mb, own_M: np.ndarray, first: int, vocab: int, chunk: int) -> list[torch.Tensor]:
+def places(mb, own_M, first, vocab, chunk) -> list[torch.Tensor]:
     """Where the nuclei are in this rank's logits, [rows, vocab], whose first id is `first`.
 
     The rows are those of mb.rows that `own_M` chooses. For each `chunk` of rows: the places in the flattened logits.

@@ -104,7 +104,7 @@ def set_adam_steps(part, steps):
         optimizer._sync_sub_optimizers_state_to_hdo()
 
 
-def optimizer_steps(optimizer) -> int:
+def optimizer_steps(optimizer):
     """Number of updates so far, Adam's step count. All ranks call this: some may have a stage that trains no weight."""
     states = [state for part in optimizer.chained_optimizers for state in part.optimizer.state.values()]
     return max(ranks.gather(int(states[0]["step"]) if states else 0))
@@ -113,7 +113,7 @@ def optimizer_steps(optimizer) -> int:
 # ---------------------------------------------------------------- saving and loading
 
 
-def sharded_state(model: list, optimizer, loading: bool) -> dict[str, Sharded]:
+def sharded_state(model: list, optimizer, loading) -> dict[str, Sharded]:
     """Main weights and Adam's moments as Megatron's sharded tensors, 12 bytes a weight: all there is to save.
 
     With `loading` only a description, without values, for `load_state`. For saving, the shards of a weight's state are
@@ -145,7 +145,7 @@ def sharded_state(model: list, optimizer, loading: bool) -> dict[str, Sharded]:
     return state
 
 
-def restore(path: Path, model: list, optimizer, others: Collection[str] | None = ()) -> dict:
+def restore(path: Path, model: list, optimizer, others: Collection[str] | None = ()):
     """Load weights and moments from a checkpoint of any layout. Returns its state.
 
     `others` are the first words of the keys that somebody else reads; None means any. Raises CheckpointError, before

@@ -28,7 +28,7 @@ class Routes:
     experts: torch.Tensor  # uint8 or int16
 
     @classmethod
-    def concatenate(cls, routes: list[np.ndarray], lengths_N: np.ndarray) -> "Routes":
+    def concatenate(cls, routes: list[np.ndarray], lengths_N):
         """Of a batch, from each sample's [tokens, layers, k], experts as vLLM numbers them, and number of positions.
 
         vLLM returns routes for every token but the last, which are the sample's positions. Where it returns fewer (an
@@ -48,23 +48,23 @@ class Routes:
         return cls(torch.from_numpy(experts))
 
     @staticmethod
-    def join(before: np.ndarray, routes: np.ndarray) -> np.ndarray:
+    def join(before, routes):
         """Of a conversation: with its last turn vLLM returns the routes of all tokens up to there."""
         return routes
 
-    def take(self, samples: list[int], index_F: torch.Tensor) -> "Routes":
+    def take(self, samples: list[int], index_F) -> "Routes":
         return Routes(self.experts[index_F])
 
-    def row(self, samples: list[int], index_T: torch.Tensor, padding: int, device) -> "Routes":
+    def row(self, samples: list[int], index_T, padding, device) -> "Routes":
         experts = self.experts[index_T]
         padded = torch.cat([experts, experts.new_zeros(padding, *experts.shape[1:])])
         return Routes(to_device(padded[None], device))
 
-    def of_positions(self) -> tuple:
+    def of_positions(self):
         """What a prompt's positions hold: prompts that took other routes are not the same."""
         return (self.experts,)
 
-    def for_other_weights(self) -> "Routes":
+    def for_other_weights(self):
         """No routes: other weights' routers choose for themselves."""
         return Routes(torch.zeros_like(self.experts))
 
@@ -111,7 +111,7 @@ def routers(chunk) -> list[torch.nn.Module]:
     return [layer.mlp.router for layer in unwrap_model(chunk).decoder.layers if hasattr(layer.mlp, "router")]
 
 
-def set_routes(chunk, mb) -> None:
+def set_routes(chunk, mb):
     """Give the chunk's routers this rank's part of the routes of `mb`, before it enters the chunk."""
     experts = mb.replay["routes"].experts[0]  # [T, layers, k]
     routes = own_stripe(mb.computed(experts.movedim(0, -1)))  # [layers, k, C / cp]

@@ -49,7 +49,7 @@ def expand_factory(tensor: Sharded) -> list[ShardedTensor]:
     return tensor.build() if isinstance(tensor, ShardedTensorFactory) else [tensor]
 
 
-def shard_shape(tensor) -> tuple:
+def shard_shape(tensor):
     """Shape of a shard with all axes of the whole tensor: Megatron leaves out leading axes of size 1."""
     return (1,) * tensor.prepend_axis_num + tuple(tensor.local_shape)
 
@@ -158,7 +158,7 @@ def open_shards(path) -> dict[str, list[tuple]]:
     return stored
 
 
-def kind_of(key) -> str:
+def kind_of(key):
     """The first word of a tensor's key, such as `exp_avg` for a moment of a weight, or the name of a set of weights."""
     return key.partition(".")[0]
 

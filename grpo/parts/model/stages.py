@@ -15,7 +15,7 @@ UNEVEN = (
 )  # fmt: skip
 
 
-def stage_layers(config: TransformerConfig) -> list[list[range]]:
+def stage_layers(config) -> list[list[range]]:
     """Numbers, from 0, of the layers of each model chunk of each pipeline stage, [pp][vpp]. Needs no process group.
 
     Raises ValueError unless they are each layer of the model once, in the order in which a row passes the chunks.
@@ -43,7 +43,7 @@ def stage_layers(config: TransformerConfig) -> list[list[range]]:
     return stages
 
 
-def split_layers(layers: int, pp: int, vpp: int, **uneven) -> list[list[range]]:
+def split_layers(layers, pp, vpp, **uneven) -> list[list[range]]:
     """`stage_layers` of a model with this number of layers; `uneven` has fields of UNEVEN.
 
     Raises ValueError, or what Megatron-core raises.
