@@ -167,10 +167,13 @@ def choose(v: SimpleNamespace) -> None:
     v.tokenizer = v.run.inputs.tokenizer
     v.names = [f"`{name}`" for name in v.tokenizer.convert_ids_to_tokens(range(len(v.tokenizer)))]
     (v.mb,) = v.tape.argument("forward_backward", "micro_batches")
+    numbers_T = np.repeat(v.mb.samples, v.mb.lengths)
+    padding = v.mb.tokens.shape[1] - len(numbers_T)
+    v.seq_id_T = torch.from_numpy(np.pad(numbers_T, (0, padding), constant_values=-1))
     answer_T = v.mb.mask[0] > 0
     v.places = {}  # {number in the batch: positions of the answer's targets in the row}
     for n in range(len(v.kept)):
-        own_T = (v.mb.seq_id[0] == n) & answer_T
+        own_T = (v.seq_id_T == n) & answer_T
         v.places[n] = own_T.nonzero()[:, 0].tolist()
 
 
@@ -236,12 +239,12 @@ def packing(v: SimpleNamespace) -> dict:
     """Values of part 5."""
     mb = v.mb
     places = []
-    for n in (mb.seq_id[0, 0].item(), v.followed):
-        places += (mb.seq_id[0] == n).nonzero()[:, 0].tolist()
+    for n in (v.seq_id_T[0].item(), v.followed):
+        places += (v.seq_id_T == n).nonzero()[:, 0].tolist()
     rows = []
     for t in places:
         tokens = [f"{ids[0, t]} {v.names[ids[0, t]]}" for ids in (mb.tokens, mb.targets)]
-        whole = [int(field[0, t]) for field in (mb.position_ids, mb.mask, mb.seq_id)]
+        whole = [int(field[t]) for field in (mb.position_ids[0], mb.mask[0], v.seq_id_T)]
         learned = [mb.advantages[0, t].item(), int(mb.weights[0, t]), mb.rollout_logp[0, t].item()]
         rows.append([t, *tokens, *whole, *learned])
     head = "place | token | target | position_ids | mask | seq_id | advantages | weights | rollout_logp"

@@ -5,7 +5,6 @@ target, the next token, so a sample of n tokens has n - 1 positions. The plan is
 whole step, so every rank computes the same plan and packs its own part of it.
 """
 
-import functools
 import heapq
 import math
 from dataclasses import fields
@@ -16,7 +15,7 @@ import torch
 import megatron_bridge as bridge
 from grpo.parts.base.hf_folder import read_config
 from grpo.parts.base.ranks import device, to_device
-from grpo.parts.model.attention import make_buckets, uses_varlen
+from grpo.parts.model.attention import count_from, make_buckets, uses_varlen
 from grpo.step.records import Batch, MicroBatch, Rows
 
 # The unit of cost is one attended position of one head. A token costs TOKEN, for all of a layer but attention, plus the
@@ -35,8 +34,8 @@ def to_micro_batches(batch: Batch, samples: list[int], max_tokens, cfg) -> list[
     """This replica's micro-batches of the numbered samples, each of at most `max_tokens` computed positions."""
     replicas = bridge.mpu.get_data_parallel_world_size()
     multiple = bridge.token_multiple(cfg.parallel)
-    models = {cfg.model.path, cfg.algo.teacher} - {None, "self"}
-    copy = 1.0 if any(map(holds_copies, models)) else COPY
+    # Layers of linear attention hold all that they compute of each copy of a prompt.
+    copy = 1.0 if bridge.has_linear_attention(read_config(cfg.model.path)) else COPY
     bins = plan_rows(batch, samples, max_tokens // multiple * multiple, replicas, cfg, copy)
 
     widths = []
@@ -50,12 +49,6 @@ def to_micro_batches(batch: Batch, samples: list[int], max_tokens, cfg) -> list[
     rank = bridge.mpu.get_data_parallel_rank()
     own = zip(bins[rank::replicas], widths[rank::replicas], strict=True)
     return [pack(batch, members, width, device(), cfg.shares_prompts) for members, width in own]
-
-
-@functools.cache
-def holds_copies(path):
-    """Whether the layers of a model hold all they compute of each copy of a prompt, as those of linear attention do."""
-    return bridge.has_linear_attention(read_config(path))
 
 
 def measure_rows(micro_batches: list[MicroBatch], cfg) -> dict[str, float]:
@@ -117,9 +110,7 @@ def plan_rows(batch: Batch, samples: list[int], max_tokens, replicas, cfg, copy=
         tokens_U = np.ceil(np.add.reduceat(lengths_N - (1 - copy) * shared_N, starts_U)).astype(np.int64)
 
         if tokens_U.max(initial=0) <= max_tokens or most == 1:
-            # What a copy takes of a row's memory beyond COPY is no time.
-            attended_N = lengths_N**2 - shared_N**2 - TOKEN * (copy - COPY) * shared_N
-            attended_U = np.add.reduceat(attended_N, starts_U)
+            attended_U = np.add.reduceat(lengths_N**2 - shared_N**2, starts_U)
             bins, duration = plan_bins(tokens_U, attended_U, max_tokens, replicas, cfg.parallel)
             if duration < best:
                 best = duration
@@ -186,7 +177,7 @@ def plan_bins(tokens_N, attended_N, max_tokens, replicas, parallel) -> tuple[lis
     return [units.tolist() for units in members], best
 
 
-def assign_to_cheapest(costs: list[float], lengths: list[int], max_tokens, count) -> np.ndarray | None:
+def assign_to_cheapest(costs: list[float], lengths: list[int], max_tokens, count):
     """Bin of each unit, the costliest first, each into the cheapest of `count` bins (LPT); None if there is no room."""
     bins = []
     heap = [(0, 0, number) for number in range(count)]  # (cost, tokens, number)
@@ -229,8 +220,7 @@ def pack(batch: Batch, samples: list[int], width, on, shares=False):
     piece = int(lengths_S.max(initial=0)) or PADDING_PIECE
     sizes_S = np.append(lengths_S, np.diff([*range(0, padding, piece), padding])).astype(np.int64)
 
-    offsets_S = starts_S - np.cumsum(lengths_S) + lengths_S
-    index = torch.from_numpy(np.arange(lengths_S.sum()) + np.repeat(offsets_S, lengths_S))
+    index = count_from(starts_S, lengths_S)
 
     def row(values_F):
         zeros = values_F.new_zeros(padding, *values_F.shape[1:])
@@ -251,7 +241,7 @@ def pack(batch: Batch, samples: list[int], width, on, shares=False):
     )  # fmt: skip
 
 
-def share_positions(shared_S, sizes_S) -> tuple[np.ndarray, np.ndarray]:
+def share_positions(shared_S, sizes_S):
     """The computed positions of a row, [C], and which of them each is, [T]: sequence s has `shared_S[s]` of s - 1."""
     starts_S = np.cumsum(sizes_S) - sizes_S
     source_T = np.arange(sizes_S.sum())

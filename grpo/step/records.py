@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from grpo.parts.base import ranks
 from grpo.parts.base.ranks import to_device
+from grpo.parts.model.attention import count_from
 from grpo.parts.model.nucleus import Nuclei
 from grpo.parts.model.routes import Routes
 from rollout import Trace
@@ -135,8 +136,7 @@ class Batch(Rows):
     @property
     def position_ids(self):
         """Place of each token in its own sample, [F]."""
-        starts_F = np.repeat(self.starts_N.astype(np.int32), self.lengths_N)
-        return torch.from_numpy(np.arange(len(starts_F), dtype=np.int32) - starts_F)
+        return count_from(np.zeros_like(self.lengths_N), self.lengths_N).int()
 
     @cached_property
     def prompts_N(self):
@@ -160,8 +160,7 @@ class Batch(Rows):
 
     def take(self, samples: list[int]):
         """The batch of these samples alone, numbered from 0."""
-        index_F = np.concatenate([np.arange(self.lengths_N[n]) + self.starts_N[n] for n in samples])
-        index_F = torch.from_numpy(index_F)
+        index_F = count_from(self.starts_N[samples], self.lengths_N[samples])
         taken = {name: value[index_F] for name, value in vars(self).items() if torch.is_tensor(value)}
         replay = {name: kind.take(samples, index_F) for name, kind in self.replay.items()}
         return replace(self, **taken, lengths_N=self.lengths_N[samples], replay=replay)
@@ -221,14 +220,7 @@ class MicroBatch(Rows):
     @property
     def index_T(self):
         """Place in the Batch of each position that is not padding; computed at each use, like all properties below."""
-        shift = np.repeat(self.starts - np.cumsum(self.lengths) + self.lengths, self.lengths)
-        return torch.from_numpy(np.arange(len(shift)) + shift)
-
-    @property
-    def seq_id(self):
-        """Number of each position's sample in the Batch, -1: padding; [1, T]."""
-        numbers_T = np.repeat(self.samples, self.lengths)
-        return torch.from_numpy(np.pad(numbers_T, (0, self.tokens.shape[1] - len(numbers_T)), constant_values=-1))[None]
+        return count_from(self.starts, self.lengths)
 
     @property
     def position_ids(self):

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from grpo.parts.base.ranks import to_device
-from grpo.parts.model.attention import Packing, from_heads, scatter_heads
+from grpo.parts.model.attention import Packing, count_from, from_heads, scatter_heads
 from grpo.parts.model.layers import Normalization  # first: it prepares the process for Megatron-core
 
 # isort: split
@@ -70,7 +70,7 @@ class GatedDeltaNet(MegatronModule):
         self.A_log.data = self.A_log.data.float()
         return self
 
-    def forward(self, hidden, packed_seq_params: Packing, **unused) -> tuple[torch.Tensor, None]:
+    def forward(self, hidden, packed_seq_params: Packing, **unused):
         """hidden [C / cp (/ tp under sequence parallelism), 1, h] → the same."""
         packing = packed_seq_params
         rows, _ = self.linear_qkv(hidden)
@@ -144,7 +144,7 @@ def uses_fla(on, dtype):
     return on.type == "cuda" and dtype is not torch.float32
 
 
-def linear_sizes(hf) -> tuple[int, int, int, int]:
+def linear_sizes(hf):
     """(layers of linear attention, value heads, numbers of all key heads, numbers of all value heads), or zeros."""
     layers = (getattr(hf, "layer_types", None) or []).count("linear_attention")
     if not layers:
@@ -231,7 +231,6 @@ def chunk_slots(lengths_S) -> tuple[np.ndarray, list[int]]:
     counts = [int((chunks_S > n).sum()) for n in range(chunks_S.max())]
 
     first = np.cumsum([0, *counts])  # the number of the first of all n-th chunks
-    starts_S = np.cumsum(lengths_S) - lengths_S
-    place_T = np.arange(lengths_S.sum()) - np.repeat(starts_S, lengths_S)
+    place_T = count_from(np.zeros_like(lengths_S), lengths_S).numpy()
     chunk_T = first[place_T // CHUNK] + np.repeat(rank_S, lengths_S)
     return chunk_T * CHUNK + place_T % CHUNK, counts
