@@ -110,43 +110,42 @@ def swiglu(gate_up):
     """silu(gate) · up; [..., 2 f] → [..., f]."""
     f = gate_up.shape[-1] // 2
     out = gate_up.new_empty(*gate_up.shape[:-1], f)
-    swiglu_kernel[(out.numel() // f, triton.cdiv(f, 1024))](gate_up.contiguous(), out, f, BLOCK=1024, num_warps=4)
+    launch_swiglu(gate_up, out, out, f, False)
     return out
-
-
-@triton.jit
-def swiglu_kernel(gate_up, out, f, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < f
-    start = gate_up + row * 2 * f + at
-    gate = read(start, inside)
-    up = read(start + f, inside)
-    tl.store(out + row * f + at, gate * tl.sigmoid(gate) * up, mask=inside)
 
 
 def swiglu_grad(gate_up, grad):
     """The gradient of [gate, up]; [..., 2 f] and [..., f] → [..., 2 f]."""
     f = grad.shape[-1]
-    out = torch.empty(gate_up.shape, dtype=gate_up.dtype, device=gate_up.device)
-    grid = (grad.numel() // f, triton.cdiv(f, 1024))
-    swiglu_grad_kernel[grid](gate_up.contiguous(), grad.contiguous(), out, f, BLOCK=1024, num_warps=4)
+    out = gate_up.new_empty(gate_up.shape)
+    launch_swiglu(gate_up, grad.contiguous(), out, f, True)
     return out
 
 
+def launch_swiglu(gate_up, grad, out, f, is_backward):
+    """Run the kernel below on all rows."""
+    grid = (gate_up.numel() // (2 * f), triton.cdiv(f, 1024))
+    swiglu_kernel[grid](gate_up.contiguous(), grad, out, f, is_backward, BLOCK=1024, num_warps=4)
+
+
 @triton.jit
-def swiglu_grad_kernel(gate_up, grad, out, f, BLOCK: tl.constexpr):
+def swiglu_kernel(gate_up, grad, out, f, is_backward: tl.constexpr, BLOCK: tl.constexpr):
+    """A block of a row: silu(gate) · up or, from the gradient of this, the gradients of both. `grad` is read then."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < f
     start = gate_up + row * 2 * f + at
     gate = read(start, inside)
     up = read(start + f, inside)
-    g = read(grad + row * f + at, inside)
     sigmoid = tl.sigmoid(gate)
-    to = out + row * 2 * f + at
-    tl.store(to, g * up * sigmoid * (1 + gate * (1 - sigmoid)), mask=inside)
-    tl.store(to + f, g * gate * sigmoid, mask=inside)
+
+    if is_backward:
+        g = read(grad + row * f + at, inside)
+        to = out + row * 2 * f + at
+        tl.store(to, g * up * sigmoid * (1 + gate * (1 - sigmoid)), mask=inside)
+        tl.store(to + f, g * gate * sigmoid, mask=inside)
+    else:
+        tl.store(out + row * f + at, gate * sigmoid * up, mask=inside)
 
 
 # ---------------------------------------------------------------- rotary embedding
