@@ -8,7 +8,6 @@ import sys
 from types import ModuleType
 
 import torch
-import transformers
 
 from grpo.parts.base.hf_folder import read_config
 
@@ -101,9 +100,7 @@ def prepare_linear_attention(path):
     if not read_config(path).model_type.startswith("qwen3_5"):
         return {}
 
-    # vLLM imports image processors, which import torchvision and warn if it is not there.
-    level = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
+    # vLLM imports image processors, which import torchvision.
     absent = []
     if importlib.util.find_spec("torchvision") is None:
         parts = ("", ".io", ".transforms", ".transforms.v2", ".transforms.v2.functional")
@@ -116,7 +113,6 @@ def prepare_linear_attention(path):
 
     for name in absent:
         del sys.modules[name]
-    transformers.logging.set_verbosity(level)
 
     # The whole model's name stands for its language model too, which skips the weights for images.
     for name in ("Qwen3_5", "Qwen3_5Moe"):

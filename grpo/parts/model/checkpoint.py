@@ -33,8 +33,8 @@ class CheckpointWriter:
         self.folder = Path(folder)
         self.keep_last = keep_last
         self.keep_every = keep_every
-        self.step: int | None = None  # of the checkpoint that is being written, or else of the last one
-        self.thread: threading.Thread | None = None  # None if no checkpoint is being written
+        self.step = None  # of the checkpoint that is being written, or else of the last one
+        self.thread = None  # None if no checkpoint is being written
         self.rollouts = RolloutWriter()  # of the same run: a checkpoint gets its name after the samples before it
 
     def start(self, step, state: dict, sharded: dict):
@@ -99,10 +99,7 @@ class CheckpointWriter:
                 if not (self.keep_every and step_of(path) % self.keep_every == 0):
                     add_suffix(path, "removed")  # first, so that an incomplete folder never has a valid name
         for removed in self.folder.glob("step_*.removed"):
-            try:
-                shutil.rmtree(removed)
-            except OSError as error:  # such as a file that is open on NFS; the new checkpoint is complete
-                print(f"warning: {removed} cannot be removed, and is left: {error}", flush=True)
+            shutil.rmtree(removed, ignore_errors=True)  # what is left, such as a file open on NFS, goes next time
 
     @contextlib.contextmanager
     def _explain_failure(self):
@@ -191,7 +188,7 @@ def find_damage(path: Path) -> str | None:
         with fail_together():
             digests = json.loads((path / "manifest.json").read_text())
             files = {"state.json", "versions.json", *(file.name for file in path.glob("*.safetensors"))}
-            unlisted = files.difference(digests if isinstance(digests, dict) else {})
+            unlisted = files.difference(digests or ())
             require(not unlisted, f"manifest.json does not list {', '.join(sorted(unlisted))}", CheckpointError)
 
             for name in sorted(digests)[dist.get_rank() :: dist.get_world_size()]:  # the ranks share the files

@@ -159,12 +159,8 @@ def restore(path: Path, model: list, optimizer, others: Collection[str] | None =
     fp16.set_scaler_state(optimizer, state.get("loss_scale"))  # older checkpoints have none
 
     steps = optimizer_steps(optimizer)
-    has_moments = False
-    for part, _, weight, _ in optimizer_weights(model, optimizer):
-        own = own_slice(part, weight)[1]
-        if own and own["exp_avg_sq"].any():
-            has_moments = True
-            break
+    states = [own_slice(part, weight)[1] for part, _, weight, _ in optimizer_weights(model, optimizer)]
+    has_moments = any(own and own["exp_avg_sq"].any() for own in states)
     require(
         steps == state["updates"] and (steps == 0 or any(ranks.gather(has_moments))),
         f"{path} is of {state['updates']} updates, but after its load Adam counts {steps}, or all its moments are 0",

@@ -180,19 +180,19 @@ def read_shard(candidates: list[tuple], part: ShardedTensor):
     filled = 0
     for file, name, offset, _ in candidates:
         shard = file.get_slice(name)
-        stacked = len(shard.get_shape()) - len(offset)  # 1 if its first axis is the layer, of which it has one
         here = []  # what both shards have, as slices of `out` and of the stored shard, axis by axis
         there = []
-        axes = zip(part.global_offset, out.shape, offset, shard.get_shape()[stacked:], strict=True)
+        sizes = shard.get_shape()[-len(offset) :]  # a stacked shard has an axis before them, of one layer
+        axes = zip(part.global_offset, out.shape, offset, sizes, strict=True)
         for start, size, stored_start, stored_size in axes:
             first = max(start, stored_start)
             end = min(start + size, stored_start + stored_size)
             here.append(slice(first - start, end - start))
             there.append(slice(first - stored_start, end - stored_start))
         if all(common.start < common.stop for common in here):
-            values = shard[tuple([slice(None)] * stacked + there)].view(out[tuple(here)].shape)
-            out[tuple(here)] = values
-            filled += values.numel()
+            place = out[tuple(here)]
+            place.copy_(shard[(..., *there)].view(place.shape))
+            filled += place.numel()
 
     require(filled == out.numel(), f"{part.key} has {filled} of {out.numel()} elements", ValueError)
     return out.view(part.local_shape)
