@@ -5,7 +5,6 @@ An answer is a dict, as rollouts/ has it. The formulas of a group and of a loss 
 
 import itertools
 import math
-from collections.abc import Iterator
 
 import numpy as np
 
@@ -16,20 +15,20 @@ from oracle import formulas
 BLOCK = 100  # prompts of a mixture, in which shares are exact to one prompt
 
 
-def order_of(sizes: list[int], weights: list[float], seed) -> Iterator[tuple[int, int]]:
+def order_of(sizes, weights, seed):
     """(set, number of its prompt) of the endless stream of prompts: each set in shuffled epochs, mixed by weight."""
     streams = [epochs_of(size, seed, chosen) for chosen, size in enumerate(sizes)]
     for chosen in sets_of(weights, seed):
         yield chosen, next(streams[chosen])
 
 
-def epochs_of(size, seed, chosen) -> Iterator[int]:
+def epochs_of(size, seed, chosen):
     """The numbers of a set's prompts, each epoch in another order."""
     for epoch in itertools.count():
         yield from np.random.default_rng([seed, epoch, chosen]).permutation(size).tolist()
 
 
-def sets_of(weights, seed) -> Iterator[int]:
+def sets_of(weights, seed):
     """The set of each prompt. The numbers 0, 1, ... of a block, plus its shift, fall on the sets' shares of [0, 100];
     the sets that they fall on are shuffled.
     """
@@ -48,7 +47,7 @@ def seed_of(*numbers):
 # ---------------------------------------------------------------- a step's values and its parts
 
 
-def scheduled(cfg, step) -> dict[str, float]:
+def scheduled(cfg, step):
     """{name: value in this step} of the keys that may have a schedule, with the warm-up of the learning rate."""
     values = {
         "lr": cfg.train.lr, "kl_coef": cfg.algo.kl_coef, "entropy_coef": cfg.algo.entropy_coef,
@@ -88,7 +87,7 @@ def trained_groups(answers, cfg) -> set[int]:
     return mixed or set(sorted(rewards)[-cfg.rollout.prompts_per_step :])
 
 
-def updates_of(answers, cfg, step) -> list[list[int]]:
+def updates_of(answers, cfg, step):
     """Numbers of the answers of each update: each epoch shuffles the groups and cuts them into updates_per_step."""
     groups = sorted({a["group"] for a in answers})
     updates = []

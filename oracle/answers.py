@@ -115,7 +115,7 @@ def has_ended(state, ids, sampling):
     return any(text in whole and text not in before for text in sampling.stop)
 
 
-def turns_of(row) -> list[list[int]]:
+def turns_of(row):
     """The tokens of each turn, of model, environment, model, ..."""
     ends = accumulate(row["turns"])
     return [row["response_ids"][end - length : end] for end, length in zip(ends, row["turns"], strict=True)]

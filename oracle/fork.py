@@ -25,7 +25,7 @@ def positions_of(a):
     return torch.tensor(a.sampled) + len(a.row["prompt_ids"]) - 1
 
 
-def own_weights(answers, chosen, cfg) -> list[torch.Tensor]:
+def own_weights(answers, chosen, cfg):
     """The weights of the sampled tokens of each `chosen` answer of a step, in an update on these."""
     batch = train_grpo.flatten([sample_of(a) for a in answers], cfg.algo.mask_truncated)
     weights_F = train_grpo.loss_weights(batch, chosen, cfg.algo.loss_norm, cfg.norm_length)

@@ -2,7 +2,6 @@
 
 import inspect
 import json
-from collections.abc import Callable
 
 import reward
 from grpo.parts.base import user_code
@@ -16,7 +15,7 @@ class Grader:
 
     def __init__(self, cfg):
         self.cfg = cfg
-        self.functions: dict[str, Callable] = {}
+        self.functions = {}
         self.has_returned = False
 
     def parts(self, answer: dict, prompt: Prompt, turns: list[str], ended) -> dict[str, float] | str:
@@ -45,7 +44,7 @@ class Grader:
         except Exception as error:  # of the user's code
             return user_code.last_line(error)
 
-    def grade(self, name, answer, prompt, row) -> dict[str, float]:
+    def grade(self, name, answer, prompt, row):
         """The parts that one reward function gives, without parts of None."""
         if name not in self.functions:
             self.functions[name] = function_of(name, self.cfg.reward)
@@ -68,7 +67,7 @@ class Grader:
         return row | {"turns": [*turns, last], "state": state}
 
 
-def function_of(name, cfg) -> Callable:
+def function_of(name, cfg):
     """The reward of a name, with its options. ValueError where it cannot run here."""
     place = cfg.functions.get(name, cfg.custom if name == "custom" else name)
     if place.startswith(ELSEWHERE):

@@ -3,7 +3,6 @@
 import math
 import re
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -27,7 +26,7 @@ Weights = dict[str, Tensor]
 class Model:
     """Log-probs and entropies of answers. It has no weights of its own; `weights` are {name in the files: tensor}."""
 
-    def __init__(self, folder: str | Path):
+    def __init__(self, folder):
         self.config = transformers.AutoConfig.from_pretrained(folder).get_text_config()
         self.module = transformers.AutoModelForCausalLM.from_config(
             self.config, dtype=torch.float32, attn_implementation="sdpa", experts_implementation="eager"
@@ -35,7 +34,7 @@ class Model:
         self.module.eval()
         self.module.model.embed_tokens.padding_idx = None  # transformers would drop that row's gradient
 
-    def batches(self, prompts, responses) -> Iterator[list[int]]:
+    def batches(self, prompts, responses):
         """Numbers of the answers that `answers_logp` takes at once: as many as memory holds, of like length."""
         lengths = [len(prompt) + len(response) for prompt, response in zip(prompts, responses, strict=True)]
         left = sorted(range(len(lengths)), key=lengths.__getitem__)
@@ -45,9 +44,7 @@ class Model:
             yield left[-size:]
             del left[-size:]
 
-    def answers_logp(
-        self, weights: Weights, prompts: list[list[int]], responses: list[list[int]], temperature
-    ) -> list[tuple[Tensor, Tensor]]:
+    def answers_logp(self, weights, prompts, responses, temperature):
         """Log-prob and entropy at each response token, [response] each, of the answers of a batch."""
         logps = self.logits(weights, prompts, responses, temperature).log_softmax(-1)
         entropies = -(logps.exp() * logps).sum(-1)
@@ -95,7 +92,7 @@ def module_weights(weights) -> Weights:
 # ---------------------------------------------------------------- what a folder has
 
 
-def read_weights(folder: str | Path, dtype, tied, device="cpu") -> Weights:
+def read_weights(folder, dtype, tied, device="cpu") -> Weights:
     """The tensors of all safetensors files of a folder, in fp32 but with the values that a model of `dtype` has."""
     weights = {}
     for file in sorted(Path(folder).glob("*.safetensors")):
@@ -115,7 +112,7 @@ def rounded(weight, dtype):
     return weight + (weight.detach().to(half).float() - weight.detach())
 
 
-def end_tokens(folder, tokenizer) -> set[int]:
+def end_tokens(folder, tokenizer):
     """The tokens that end an answer."""
     read = transformers.GenerationConfig if Path(folder, "generation_config.json").exists() else transformers.AutoConfig
     ends = read.from_pretrained(folder).eos_token_id

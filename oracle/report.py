@@ -1,7 +1,6 @@
 """What was compared, item by item: the largest difference and its bound, or the first value that parts."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -107,11 +106,11 @@ class Report:
 
     # ---------------------------------------------------------------- what is shown
 
-    def parted(self) -> list[str]:
+    def parted(self):
         """The items that part."""
         return [name for name, item in self.items.items() if item.parts]
 
-    def table(self, mine: Sequence[str] = ()):
+    def table(self, mine=()):
         """A line for each item that the run has, more where something is not judged; `mine` are items that may part."""
         lines = [*self.remarks]
         for label, item in self.items.items():

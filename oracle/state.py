@@ -32,11 +32,11 @@ class State:
         self.run = run
         self.cfg = run.cfg
         self.report = report
-        self.metrics: dict | None = None  # of the step, as the run has them
-        self.values: dict[str, float] = {}  # of the step, of the keys that may have a schedule
+        self.metrics = None  # of the step, as the run has them
+        self.values = {}  # of the step, of the keys that may have a schedule
         self.taken = self.updates = 0  # prompts, and the optimizer's updates, so far
         self.grader = Grader(run.cfg)
-        self.own: set[str] = set()  # items that the checkout computes in place of formulas
+        self.own = set()  # items that the checkout computes in place of formulas
         for item, key, known in NAMES:
             name = getattr(run.cfg.algo, key)
             if name not in known:

@@ -2,7 +2,6 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -57,8 +56,8 @@ class Trainer:
         self.tied = self.model.config.tie_word_embeddings
 
         # The policy.
-        self.frozen: Weights = {}
-        self.first: Weights = {}  # factors before the first step
+        self.frozen = {}
+        self.first = {}  # factors before the first step
         self.main = self.read(self.folder, "fp32")
         if cfg.lora.rank:
             self.frozen = self.read(self.folder, self.dtype)
@@ -172,9 +171,7 @@ class Trainer:
             for n, logp, _ in batch:
                 setattr(answers[n], name, logp)
 
-    def passes(
-        self, answers, temperature, weights, model=None, hinted=False
-    ) -> Iterator[list[tuple[int, Tensor, Tensor]]]:
+    def passes(self, answers, temperature, weights, model=None, hinted=False):
         """(number of an answer, its log-probs, its entropies), a batch at a time, with what `weights()` gives.
 
         With `hinted` an answer is scored after the prompt with its hint, where it has one.
@@ -194,7 +191,7 @@ class Trainer:
 # ---------------------------------------------------------------- weights of tokens, and the loss
 
 
-def known_weights(answers, cfg) -> list[Tensor]:
+def known_weights(answers, cfg):
     """The weights of each answer's sampled tokens in an update on these."""
     counts = [len(a.sampled) if a.is_trained else 0 for a in answers]
     found = formulas.answer_weights(counts, cfg.algo.loss_norm, cfg.norm_length)
@@ -214,7 +211,7 @@ def known_loss(cfg, values):
     return loss
 
 
-def losses_of(sums) -> dict[str, float]:
+def losses_of(sums):
     """The metrics of an update that its loss decides."""
     trained = max(sums["trained"], 1)
     return {

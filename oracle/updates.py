@@ -81,7 +81,7 @@ def judge_advantages(state, answers):
     return answers
 
 
-def recorded(answers) -> list[float]:
+def recorded(answers):
     """The advantages that the run has."""
     return [a.row["advantage"] for a in answers]
 
@@ -155,7 +155,7 @@ def judge_first_update(state, answers, chosen, sums) -> Counter:
     return sums
 
 
-def misfits(state, found: dict[str, float]) -> list[str]:
+def misfits(state, found: dict[str, float]):
     """The quantities that part from the run's metrics, in words."""
     compared = [(name, state.report.compare(name, state.metrics[name], value).parts) for name, value in found.items()]
     return [f"{name}: {text}" for name, text in compared if text]
