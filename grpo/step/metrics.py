@@ -19,7 +19,7 @@ ROUNDING = 1e-9  # of a reward: parts of .7, .2 and .1 add up to 0.9999999999999
 # ---------------------------------------------------------------- what the updates report
 
 
-def gap_report(difference_T, old_T, mask_T) -> dict[str, torch.Tensor]:
+def gap_report(difference_T, old_T, mask_T):
     """Sums over the response tokens, and the largest gap, for logp_gap/*, mismatch/ess and guard.
 
     `difference_T`: the trainer's log-probs minus vLLM's [T]; `old_T`: the old log-probs minus vLLM's; mask [T]. The gap
@@ -324,9 +324,9 @@ def speed_metrics(samples: list[Sample], reports: list[dict], hf, cfg, seconds: 
 
 def rewards_by_group(samples: list[Sample]) -> dict[int, list[float]]:
     """The rewards of each group's answers."""
-    rewards = {s.group: [] for s in samples}
+    rewards = {}
     for s in samples:
-        rewards[s.group].append(s.reward)
+        rewards.setdefault(s.group, []).append(s.reward)
     return rewards
 
 

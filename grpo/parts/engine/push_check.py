@@ -223,7 +223,7 @@ def addresses(model) -> dict[str, int]:
 
 
 @torch.no_grad()
-def digest(tensor, ordered=False) -> list[Tensor]:
+def digest(tensor, ordered=False):
     """Digest of a tensor's bits: 2 int64 on its device, 0 for zeros. The digest of a whole is the sum over its parts.
 
     Over the words x_i of 8 bytes, modulo 2^64: the sum of x_i, and the sum of |x_2i| |x_2i+1|, since two changes can

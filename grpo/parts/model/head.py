@@ -23,7 +23,7 @@ from megatron.core.utils import unwrap_model
 LOGITS_CHUNK = 2048  # response tokens whose logits over the full vocabulary exist at a time
 
 
-def token_logprobs(model, hidden, mb, temperature, with_entropy=True) -> tuple[torch.Tensor, torch.Tensor]:
+def token_logprobs(model, hidden, mb, temperature, with_entropy=True):
     """Log-prob of the target and entropy at each position, 0 where the mask is 0.
 
     hidden [C / cp (/ tp under sequence parallelism), 1, h] of the micro-batch → logp_T, entropy_T [T] fp32, on every

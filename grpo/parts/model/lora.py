@@ -263,7 +263,7 @@ def read_part(name, opened: dict, shape):
     return initial_factor(name, whole)
 
 
-def initial_factor(name, shape: tuple[int, int]):
+def initial_factor(name, shape):
     """A factor before training, as in PEFT: B is 0, A [rank, in] is uniform within ±1 / sqrt(in).
 
     It depends on the name alone.

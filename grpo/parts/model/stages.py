@@ -22,7 +22,7 @@ def stage_layers(config) -> list[list[range]]:
     """
     layout = config.pipeline_model_parallel_layout
     vpp = config.virtual_pipeline_model_parallel_size
-    stages: list[list[range]] = [[] for _ in range(config.pipeline_model_parallel_size)]
+    stages = [[] for _ in range(config.pipeline_model_parallel_size)]
     order = []
     for chunk in range(vpp or 1):
         for number, stage in enumerate(stages):
