@@ -36,7 +36,7 @@ def gap_report(difference_T, old_T, mask_T):
     return report
 
 
-def add_up(reports: list[dict[str, torch.Tensor]]) -> dict[str, float]:
+def add_up(reports: list[dict[str, torch.Tensor]]):
     """The reports of grpo_loss, one a micro-batch, reduced over all ranks; ranks without any, as early stages, too."""
     own = []
     if bridge.reports_loss():
@@ -47,7 +47,7 @@ def add_up(reports: list[dict[str, torch.Tensor]]) -> dict[str, float]:
     return reduce_reports([report for of_rank in everywhere for report in of_rank])
 
 
-def reduce_reports(reports: list[dict[str, float]]) -> dict[str, float]:
+def reduce_reports(reports: list[dict[str, float]]):
     """Of each entry the maximum if its name ends in "_max", else the sum. NaN stays NaN."""
     reduced = {}
     for name in reports[0]:
@@ -109,7 +109,7 @@ def summarize(collected: Collected, reports: list[dict], seconds: dict, batch: B
     return numbers
 
 
-def sample_metrics(collected: Collected, has_turns) -> dict[str, float | None]:
+def sample_metrics(collected, has_turns):
     """Rewards, also by source; groups; tokens of a sample, and of its environment with rollout.turns."""
     samples = collected.samples
     groups = {s.group for s in samples}
@@ -142,7 +142,7 @@ def sample_metrics(collected: Collected, has_turns) -> dict[str, float | None]:
     return numbers
 
 
-def update_metrics(reports: list[dict[str, float]], batch: Batch, cfg) -> dict[str, float | None]:
+def update_metrics(reports: list[dict[str, float]], batch, cfg):
     """Of the reports of a step's updates; KLs are None without their model. Every rank calls this."""
     first = reports[:1]
     compared = reports[: compared_updates(cfg)]
@@ -193,7 +193,7 @@ def report_mean(name, reports: list[dict[str, float]], over="tokens"):
     return sum(r[name] for r in reports) / max(count, 1)
 
 
-def route_metrics(samples: list[Sample], report: dict) -> dict[str, float]:
+def route_metrics(samples, report):
     """Metrics of replayed routes. `report` is of the step's first update, which uses the weights of vLLM."""
     first = {}  # routes of the prompt in the first answer of each group
     unlike = 0
@@ -209,7 +209,7 @@ def route_metrics(samples: list[Sample], report: dict) -> dict[str, float]:
     }
 
 
-def time_metrics(collected: Collected, reports: list[dict], seconds: dict[str, float]) -> dict[str, float]:
+def time_metrics(collected, reports, seconds):
     """Seconds of the phases, samples and tokens a second, and the shares of the step in which ranks idle.
 
     Until the slowest rank has sampled and graded, the others wait: for its generation while it samples, then for its
@@ -240,7 +240,7 @@ def time_metrics(collected: Collected, reports: list[dict], seconds: dict[str, f
     return numbers | {f"idle/{cause}": lost / seconds["step"] for cause, lost in idle.items()}
 
 
-def expert_load(model: list) -> list[float]:
+def expert_load(model):
     """Tokens of each layer's busiest expert ÷ mean, in training passes since the last call; the same on every rank."""
     hf = model[0].hf_config
     load = torch.zeros(hf.num_hidden_layers, bridge.num_experts(hf), device=bridge.device())  # [layers, E]
@@ -256,7 +256,7 @@ def expert_load(model: list) -> list[float]:
 
 # Part of a GPU's name → its dense rate in bf16 and fp16, 10¹² a second (NVIDIA's data sheets); the first that fits.
 HALF_RATES = {
-    "GB200": 2500, "B200": 2250, "H100 PCIe": 756, "H100 NVL": 835, "GH200": 989, "H200": 989, "H100": 989, "H800": 989,
+    "GB200": 2500, "B200": 2250, "H100 PCIe": 756, "H100 NVL": 835, "H200": 989, "H100": 989, "H800": 989,
     "H20": 148, "A100": 312, "A800": 312, "A40": 150, "L40S": 362, "L4": 121, "RTX 4090": 165, "RTX 3090": 71,
 }  # fmt: skip
 
@@ -301,7 +301,7 @@ def train_flops(hf, tokens, attended):
     return 6.0 * met * tokens + 6.0 * width * attended
 
 
-def speed_metrics(samples: list[Sample], reports: list[dict], hf, cfg, seconds: dict):
+def speed_metrics(samples, reports, hf, cfg, seconds):
     """Rates of a step a rank, and its FLOPs utilisation, None without a known GPU; computed tokens of this replica."""
     size = dist.get_world_size() // bridge.mpu.get_data_parallel_world_size()  # ranks of a replica
     tokens, attended = (sum(report[name] for report in reports) / size for name in ("real", "attended"))
@@ -340,17 +340,17 @@ def by_source(samples: list[Sample]) -> dict[str, list[Sample]]:
     return {source: [s for s in samples if s.source == source] for source in sorted({s.source for s in samples})}
 
 
-def model_lengths(samples: list[Sample]):
+def model_lengths(samples):
     """Tokens of each response that the model sampled, without the tokens of an environment, [N]."""
     return np.array([sum(s.turns[::2]) for s in samples])
 
 
-def failures(samples: list[Sample], prefix) -> dict[str, float]:
+def failures(samples, prefix):
     """The shares of samples whose grading took too long or failed."""
     return {f"{prefix}/{kind}_frac": np.mean([s.graded == kind for s in samples]) for kind in ("timeout", "error")}
 
 
-def evaluation(samples: list[Sample], options: EvalConfig) -> dict[str, float]:
+def evaluation(samples, options: EvalConfig):
     """Metrics of an evaluation, by source.
 
     They are avg@n, the mean reward over n answers; pass@k for n and for each power of two below it; length, truncation

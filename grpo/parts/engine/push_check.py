@@ -239,9 +239,7 @@ def digest(tensor, ordered=False):
     chunk = CHUNK[flat.device.type]
     for i, words in enumerate(flat.view(torch.int64).split(chunk)):
         magnitudes = words.abs()  # a product of the words themselves may not see their highest bit, a sign
-        even, odd = magnitudes[::2], magnitudes[1::2]
-        pairs = (even * odd).sum() if words.is_cuda else torch.dot(even, odd)  # torch has this dot on CPUs alone
-        found = [words.sum(), pairs]
+        found = [words.sum(), (magnitudes[::2] * magnitudes[1::2]).sum()]
         if ordered:
             odd = torch.arange(2 * chunk * i + 1, 2 * (chunk * i + len(words)), 2, device=words.device)
             found.append((words * odd).sum())

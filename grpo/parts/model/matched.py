@@ -93,10 +93,9 @@ class Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
-        grad_x = grad_weight = grad_bias = None
+        grad_weight = grad_bias = None
         rows = grad.flatten(0, -2)
-        if ctx.needs_input_grad[0]:
-            grad_x = grad @ weight
+        grad_x = grad @ weight
         if ctx.needs_input_grad[1]:
             grad_weight = rows.t() @ x.flatten(0, -2)
         if ctx.needs_input_grad[2]:
