@@ -70,7 +70,7 @@ def scheduled(cfg, step):
     return values
 
 
-def trained_groups(answers, cfg) -> set[int]:
+def trained_groups(answers, cfg):
     """The groups that a step trains on.
 
     Under dynamic sampling these are the groups whose rewards differ before the penalty on length. If there are none, it

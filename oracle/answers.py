@@ -29,9 +29,8 @@ def judge_order(state, rows):
         prompt = state.sets[chosen][number]
         problem = ""
         if tuple(prompt.ids) != ids:
-            found, wanted = (repr(state.tokenizer.decode(each)[-40:]) for each in (ids, prompt.ids))
             prompt = state.by_prompt.get(ids)
-            problem = f"group {group} has the prompt {found}, not {wanted}"
+            problem = f"group {group} has the prompt {state.tokenizer.decode(ids)[-40:]!r}, not number {number}"
         prompts[group] = prompt
         state.report.say("order", problem)
     return prompts
@@ -62,8 +61,6 @@ def judge_answers(state, rows, step, sampling, limit):
 
 def judge_requests(state, row, number, sampling, limit):
     """What SamplingParams said for each turn of an answer, the `number`-th of its group."""
-    if not row.get("sampling"):
-        return state.report.note("sampling", "not recorded")
     wanted = {"temperature": sampling.temperature, "stop": sampling.stop}
     if sampling.temperature:  # else vLLM takes the likeliest token, whatever top_p and top_k say
         wanted |= {"temperature": max(sampling.temperature, 0.01), "top_p": sampling.top_p, "top_k": sampling.top_k}

@@ -5,7 +5,6 @@ import json
 
 import reward
 from grpo.parts.base import user_code
-from grpo.parts.data.prompts import Prompt
 
 ELSEWHERE = ("rewards/remote.py", "rewards/model.py")  # they need a service, or another model
 
@@ -18,7 +17,7 @@ class Grader:
         self.functions = {}
         self.has_returned = False
 
-    def parts(self, answer: dict, prompt: Prompt, turns: list[str], ended) -> dict[str, float] | str:
+    def parts(self, answer, prompt, turns, ended):
         """The weighted parts of the answer's reward. If the user's code raised, the last line of its error.
 
         `turns` are the texts of model, environment, model, ..., and `ended` says whether the last ended by itself.
@@ -52,7 +51,7 @@ class Grader:
         self.has_returned = True
         return {str(part): float(value) for part, value in found.items() if value is not None}
 
-    def converse(self, row: dict, said: list[str], ended):
+    def converse(self, row, said, ended):
         """The row that the reward of a conversation gets: with its turns and its state."""
         if self.cfg.rollout.turns is None:
             return row
@@ -82,7 +81,7 @@ def function_of(name, cfg):
         options = {}
     takes_ids = "response_ids" in inspect.signature(call).parameters
 
-    def grade(text, answer, row, ids) -> dict:
+    def grade(text, answer, row, ids):
         texts = [answer if isinstance(answer, str) else json.dumps(answer)]
         if isinstance(answer, list) and function in reward.COMPARING:  # any of them is right
             texts = [str(one) for one in answer]

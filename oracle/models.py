@@ -18,7 +18,7 @@ TARGETS = {  # of adapters → the names of their weights
     "fc1": ("gate_proj", "up_proj", "w1", "w3"),
     "fc2": ("down_proj", "w2"),
 }
-POSITIONS, LOGITS = 2**13, 2**26  # of a batch, at most
+LOGITS = 2**26  # of a batch, at most, if all its tokens had them
 
 Weights = dict[str, Tensor]
 
@@ -39,8 +39,7 @@ class Model:
         lengths = [len(prompt) + len(response) for prompt, response in zip(prompts, responses, strict=True)]
         left = sorted(range(len(lengths)), key=lengths.__getitem__)
         while left:
-            logits = max(len(responses[n]) for n in left) * self.config.vocab_size
-            size = max(1, min(POSITIONS // lengths[left[-1]], LOGITS // logits))
+            size = max(1, LOGITS // (lengths[left[-1]] * self.config.vocab_size))
             yield left[-size:]
             del left[-size:]
 
@@ -69,7 +68,7 @@ class Model:
         return torch.cat(states) @ head.T / temperature
 
 
-def module_weights(weights) -> Weights:
+def module_weights(weights):
     """The parameters of the module: as in the files, but transformers 5 holds all experts of a layer in two tensors."""
     found = {}
     experts = {}  # layer → number → name of a part → weight
@@ -92,7 +91,7 @@ def module_weights(weights) -> Weights:
 # ---------------------------------------------------------------- what a folder has
 
 
-def read_weights(folder, dtype, tied, device="cpu") -> Weights:
+def read_weights(folder, dtype, tied, device="cpu"):
     """The tensors of all safetensors files of a folder, in fp32 but with the values that a model of `dtype` has."""
     weights = {}
     for file in sorted(Path(folder).glob("*.safetensors")):
@@ -122,7 +121,7 @@ def end_tokens(folder, tokenizer):
 # ---------------------------------------------------------------- LoRA
 
 
-def initial_factors(weights, lora) -> Weights:
+def initial_factors(weights, lora):
     """The factors A [rank, in] and B [out, rank] of each adapted weight before training; A is drawn by its name."""
     chosen = [part for target in lora.targets for part in TARGETS[target]]
     factors = {}
@@ -138,7 +137,7 @@ def initial_factors(weights, lora) -> Weights:
     return factors
 
 
-def merge_factors(frozen, factors, lora, dtype) -> Weights:
+def merge_factors(frozen, factors, lora, dtype):
     """The weights that the model computes with: W + alpha / rank · B A."""
     merged = dict(frozen)
     for name, a in factors.items():

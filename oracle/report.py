@@ -81,7 +81,7 @@ class Report:
         """Something of the item is not judged, or by no formula of ours."""
         self.items[item].notes.setdefault(why, self.step)
 
-    def compare(self, name, theirs, own) -> Difference:
+    def compare(self, name, theirs, own):
         """The difference of a number, or numbers, of the run from ours."""
         theirs = torch.as_tensor(math.nan if theirs is None else theirs, dtype=torch.float64).flatten()
         own = torch.as_tensor(own, dtype=torch.float64).flatten()

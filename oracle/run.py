@@ -1,7 +1,7 @@
 """What a run recorded in its output folder."""
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
@@ -18,14 +18,14 @@ class Recorded:
     cfg: Config
     metrics: dict[int, dict]  # of each step that has a line
     steps: list[int]  # with a file of answers, from 1 on
-    remarks: list[str] = field(default_factory=list)  # what is missing
+    remarks: list[str]  # what is missing
 
-    def rollouts(self, step, kind="step") -> list[dict]:
+    def rollouts(self, step, kind="step"):
         """The answers of a step, or with kind="eval" of the evaluation after it; none where there was no such."""
         path = self.folder / f"rollouts/{kind}_{step:06d}.jsonl"
         return read_rows(path) if path.exists() else []
 
-    def has(self, folder, step) -> Path | None:
+    def has(self, folder, step):
         """The folder of a step in hf/, adapter/ or checkpoints/, if there is one."""
         path = self.folder / f"{folder}/step_{step:06d}"
         return path if path.is_dir() else None
@@ -60,7 +60,7 @@ def read_run(folder: Path, steps: int | None = None):
     return Recorded(folder, cfg, metrics, steps, remarks)
 
 
-def read_config(tree: dict) -> tuple[Config, list[str]]:
+def read_config(tree):
     """The configuration of a run, and a remark on each key that only it or only this commit knows."""
     remarks = []
     for section, kind in {"": Config, **SECTIONS}.items():

@@ -3,7 +3,7 @@
 import itertools
 from functools import cached_property
 
-from grpo.parts.data.prompts import Mixture, Prompt, load_prompts, load_tokenizer
+from grpo.parts.data.prompts import Mixture, load_prompts, load_tokenizer
 from oracle import algorithm, formulas
 from oracle.grading import Grader
 from oracle.models import end_tokens
@@ -85,7 +85,7 @@ class State:
         return self.read(f"data.{key}", lambda: load_prompts(data, self.tokenizer, 2**31 - 1)) or []
 
     @cached_property
-    def by_prompt(self) -> dict[tuple[int, ...], Prompt]:
+    def by_prompt(self):
         """{token ids: prompt} of the data, for groups that have another prompt than ours."""
         return {tuple(prompt.ids): prompt for prompt in itertools.chain(*self.sets)}
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from grpo.parts.base.hf_folder import local_folder
 from oracle import formulas
-from oracle.models import Model, Weights, initial_factors, merge_factors, read_weights, rounded
+from oracle.models import Model, initial_factors, merge_factors, read_weights, rounded
 
 
 @dataclass
@@ -77,11 +77,11 @@ class Trainer:
 
     # ---------------------------------------------------------------- weights
 
-    def read(self, folder, dtype) -> Weights:
+    def read(self, folder, dtype):
         """The weights of a folder in this policy's format."""
         return read_weights(folder, dtype, self.tied, self.device)
 
-    def start(self) -> Weights:
+    def start(self):
         """The weights before the first step."""
         return self.frozen or self.read(self.folder, self.dtype)
 
@@ -93,7 +93,7 @@ class Trainer:
         eps = self.cfg.megatron.get("adam_eps", 1e-8)
         self.optimizer = torch.optim.AdamW(self.main.values(), betas=betas, eps=eps, weight_decay=t.weight_decay)
 
-    def current(self, leaves=None) -> Weights:
+    def current(self, leaves=None):
         """The weights that the model computes with, as a function of `leaves` or, without these, of `main`."""
         values = leaves or {name: rounded(weight, self.dtype) for name, weight in self.main.items()}
         if not self.frozen:
@@ -120,7 +120,7 @@ class Trainer:
         for a in answers:
             a.old = a.rollout if is_rollout else a.before
 
-    def gradient(self, answers: list[Scored], weights: list[Tensor], loss, temperature) -> Counter:
+    def gradient(self, answers, weights, loss, temperature):
         """The gradient of an update, into `main`; sums over its tokens of what it reports.
 
         `weights` has a tensor for each answer. loss(answer, weight, logp, entropy) returns the answer's loss and

@@ -4,8 +4,6 @@
 answers of an update.
 """
 
-from collections import Counter
-
 import torch
 
 from grpo.parts.base import user_code
@@ -101,7 +99,7 @@ def without_left_out(state, answers, found, in_reward):
 # ---------------------------------------------------------------- loss and gradient
 
 
-def gradient(state, answers, chosen, own) -> Counter | None:
+def gradient(state, answers, chosen, own):
     """Compute the gradient of an update by formulas or, for items in `own`, by the checkout's functions.
 
     Returns the sums of what the update reports. None if the checkout's functions raised.
@@ -122,7 +120,7 @@ def gradient(state, answers, chosen, own) -> Counter | None:
         state.report.note("updates", f"the checkout's functions cannot be called: {line}")
 
 
-def judge_first_update(state, answers, chosen, sums) -> Counter:
+def judge_first_update(state, answers, chosen, sums):
     """The first update of a step, with the `sums` of what it reports. Where these part from the run, others take their
     place. Returns the sums to go on with.
     """
@@ -161,7 +159,7 @@ def misfits(state, found: dict[str, float]):
     return [f"{name}: {text}" for name, text in compared if text]
 
 
-def fitting_sums(state, answers, chosen, problem) -> Counter | None:
+def fitting_sums(state, answers, chosen, problem):
     """The sums of an update with which the run agrees if the checkout's own functions take the place of formulas, as
     they do from then on. None if it agrees with none.
     """
