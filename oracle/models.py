@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 import transformers
 from safetensors.torch import load_file
-from torch import Tensor
 
 EXPERT = re.compile(r"(.*\.layers\.\d+)\.\w+\.experts\.(\d+)\.(\w+)\.weight")
 MIXTRAL = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
@@ -19,8 +18,6 @@ TARGETS = {  # of adapters → the names of their weights
     "fc2": ("down_proj", "w2"),
 }
 LOGITS = 2**26  # of a batch, at most, if all its tokens had them
-
-Weights = dict[str, Tensor]
 
 
 class Model:
