@@ -51,7 +51,7 @@ def to_micro_batches(batch: Batch, samples: list[int], max_tokens, cfg) -> list[
     return [pack(batch, members, width, device(), cfg.shares_prompts) for members, width in own]
 
 
-def measure_rows(micro_batches: list[MicroBatch], cfg) -> dict[str, float]:
+def measure_rows(micro_batches: list[MicroBatch], cfg):
     """How well this replica's training micro-batches are used: pack/* and pipeline/bubble of docs/metrics.md."""
     pads = not uses_varlen(device(), bridge.DTYPES[cfg.model.dtype])  # attention pads sequences to the longest
     positions = computed = real = work = shared_work = padded_work = 0

@@ -95,7 +95,7 @@ class Conversations:
                 if active.isdisjoint(group):
                     yield p, [talks[number].said for number in group]
 
-    def add_answer(self, talk: Talk, answer: Completion):
+    def add_answer(self, talk, answer):
         talk.add(answer.ids, answer.logps, self.inputs.tokenizer.decode(answer.ids, skip_special_tokens=True))
         talk.said.finished = answer.finished
         trace = talk.said.trace
@@ -104,7 +104,7 @@ class Conversations:
             before = trace.replay.get(name)
             trace.replay[name] = values if before is None else REPLAYED[name].join(before, values)
 
-    def call(self, talk: Talk) -> Future | None:
+    def call(self, talk) -> Future | None:
         """Queue the environment's reply to the last answer; None on the engine's ranks that call no functions."""
         rollout, columns = self.cfg.rollout, talk.said.trace.columns
         if dist.get_rank() % rollout.tp:
@@ -124,7 +124,7 @@ class Conversations:
             del calls[number]
         return replies
 
-    def reply(self, talk: Talk, outcome: Outcome, max_tokens):
+    def reply(self, talk, outcome, max_tokens):
         """Add the environment's reply to the last answer; returns whether the model goes on."""
         said, trace = talk.said, talk.said.trace
         if outcome.status != "ok":

@@ -2,7 +2,7 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from functools import partial
 
 import numpy as np
@@ -126,14 +126,14 @@ LOST = (
 )
 
 
-def stop_if(fault, found: list[Sequence[str]]):
+def stop_if(fault, found):
     """Raises TrainingError if a rank has a fault; `found`: for each rank, the names of its weights that have it."""
     at = [rank for rank, names in enumerate(found) if len(names)]
     if at:
         raise TrainingError(fault.format(ranks=at, names=shorten(set().union(*found))))
 
 
-def shorten(names: Iterable[str]):
+def shorten(names):
     """The first four names and how many more there are."""
     names = sorted(names)
     more = f" and {len(names) - 4} more" if len(names) > 4 else ""
@@ -193,13 +193,13 @@ def vllm_name(name):
 # ---------------------------------------------------------------- vLLM's digests
 
 
-def read_digests(llm, ordered) -> dict[str, np.ndarray]:
+def read_digests(llm, ordered):
     """{name: digest} of vLLM's weights on this rank."""
     (held,) = llm.apply_model(partial(engine_digests, ordered=ordered))
     return dict(zip(held, stacked(held.values()), strict=True))
 
 
-def engine_digests(model, ordered=False) -> dict[str, list[Tensor]]:
+def engine_digests(model, ordered=False):
     """{name: digest} of this rank's shard of vLLM's model. Weights that cpu_engine packs have theirs in `packed`."""
     found, seen = {}, set()
     for path, module in model.named_modules():
@@ -214,7 +214,7 @@ def engine_digests(model, ordered=False) -> dict[str, list[Tensor]]:
     return found
 
 
-def addresses(model) -> dict[str, int]:
+def addresses(model):
     """{name: address} of the parameters and buffers."""
     return {name: tensor.data_ptr() for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
 
@@ -252,7 +252,7 @@ def in_words(name, weight):
     return weight.double().repeat_interleave(2) if name.endswith(("A_log", "dt_bias")) else weight
 
 
-def stacked(digests: Iterable[list[Tensor]]):
+def stacked(digests):
     """W digests as an array [W, 2 or 3], in one copy from the device."""
     digests = list(digests)
     numbers = [number for sums in digests for number in sums]

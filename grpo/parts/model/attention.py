@@ -59,7 +59,7 @@ class Segments:
         return cls(to_device(ends[0], to), to_device(ends[1], to), queries_S, keys_S, window)
 
     @cached_property
-    def padding(self) -> tuple[list[tuple[int, int]], Tensor, Tensor]:
+    def padding(self):
         """The buckets of `attend_padded`, and the index of each query and of each key in them, end to end."""
         buckets = make_buckets(self.keys_S)
         order = np.argsort(-self.keys_S, kind="stable")  # the longest first, as in the buckets
@@ -161,7 +161,7 @@ class PackedAttention(torch.nn.Module):
         self.rotary = Rotary()
         self.attend = attend  # matched.py puts its own in place
 
-    def forward(self, query, key, value, attention_mask, packed_seq_params: Packing, **unused):
+    def forward(self, query, key, value, attention_mask, packed_seq_params, **unused):
         """query [C / cp, 1, heads, d], key and value [C / cp, 1, kv_heads, d] → [C / cp, 1, heads * d]."""
         packing = packed_seq_params
         query, key = self.rotary(query, packing), self.rotary(key, packing)
@@ -186,7 +186,7 @@ class Rotary(torch.nn.Module):
 
     rotation = staticmethod(Rotation.apply)
 
-    def forward(self, x, packing: Packing):
+    def forward(self, x, packing):
         rotated = packing.cos.shape[-1]
         turned = self.rotation(x[..., :rotated], packing.cos, packing.sin)
         if rotated == x.shape[-1]:
@@ -197,7 +197,7 @@ class Rotary(torch.nn.Module):
 # ---------------------------------------------------------------- two kernels
 
 
-def attend(query, key, value, segments: Segments):
+def attend(query, key, value, segments):
     """Causal attention inside each segment; query [queries, heads, d], key and value [keys, kv_heads, d] → as query."""
     kernel = attend_varlen if uses_varlen(query.device, query.dtype) else attend_padded
     return kernel(query, key, value, segments)
@@ -231,7 +231,7 @@ def attend_varlen(query, key, value, segments: Segments):
     return flash.varlen_attn(query, key, value, segments.cu_q, segments.cu_k, *longest, **options)
 
 
-def attend_padded(query, key, value, segments: Segments):
+def attend_padded(query, key, value, segments):
     """`attend` by scaled_dot_product_attention, with each segment padded to the longest of its bucket."""
     groups = query.shape[1] // key.shape[1]
     if query.is_cuda and groups > 1:  # outside FlashAttention, torch takes grouped heads by storing all scores
@@ -312,7 +312,7 @@ def to_heads(query, key, value):
     return scatter_heads(query, key, value)
 
 
-def scatter_heads(*xs: Tensor):
+def scatter_heads(*xs):
     """`to_heads` of any tensors whose numbers of heads cp divides."""
     cp = mpu.get_context_parallel_world_size()
     parts = torch.cat([x.unflatten(1, (cp, -1)).transpose(0, 1) for x in xs], dim=2)  # [cp, T / cp, sum of n / cp, d]

@@ -29,7 +29,7 @@ class CheckpointWriter:
     It keeps the newest `keep_last` checkpoints (0 keeps all), and those whose step is a multiple of `keep_every`.
     """
 
-    def __init__(self, folder: Path | str, keep_last, keep_every):
+    def __init__(self, folder, keep_last, keep_every):
         self.folder = Path(folder)
         self.keep_last = keep_last
         self.keep_every = keep_every
@@ -124,18 +124,18 @@ def step_of(path):
     return int(COMPLETE.match(path.name)[1])
 
 
-def list_checkpoints(folder: Path) -> list[Path]:
+def list_checkpoints(folder) -> list[Path]:
     """The complete checkpoints in a folder, newest first."""
     complete = [path for path in folder.glob("step_*") if COMPLETE.match(path.name)]
     return sorted(complete, key=step_of, reverse=True)
 
 
-def read_state(path: Path):
+def read_state(path):
     """The `state` that was given to `CheckpointWriter.start`."""
     return json.loads((path / "state.json").read_text())
 
 
-def find_checkpoint(resume, folder: Path) -> Path | None:
+def find_checkpoint(resume, folder) -> Path | None:
     """The checkpoint to resume from, the same on every rank.
 
     "none" means None, "auto" the newest valid checkpoint in `folder`, and anything else is the path of a checkpoint.
@@ -158,7 +158,7 @@ def find_checkpoint(resume, folder: Path) -> Path | None:
     return chosen
 
 
-def find_valid_checkpoint(folder: Path) -> Path | None:
+def find_valid_checkpoint(folder) -> Path | None:
     """The newest valid checkpoint, the same on every rank. None if there are no checkpoints.
 
     Newer ones are renamed to step_N.damaged. Raises CheckpointError if none is valid.
@@ -182,7 +182,7 @@ def find_valid_checkpoint(folder: Path) -> Path | None:
     return None
 
 
-def find_damage(path: Path) -> str | None:
+def find_damage(path) -> str | None:
     """How a checkpoint differs from its manifest, the same on every rank. None if it is valid."""
     try:
         with fail_together():
@@ -204,7 +204,7 @@ def find_damage(path: Path) -> str | None:
     return None
 
 
-def set_aside(checkpoints: list[Path], reason, used):
+def set_aside(checkpoints, reason, used):
     """Rename checkpoints to NAME.REASON, so that the run, which resumes from `used`, can save these steps again."""
     if is_first_rank():
         for path in checkpoints:
@@ -212,7 +212,7 @@ def set_aside(checkpoints: list[Path], reason, used):
             add_suffix(path, reason)
 
 
-def check_resumed(path: Path, config: dict, data: dict[str, str]):
+def check_resumed(path, config: dict, data: dict[str, str]):
     """Print what changed since a checkpoint. Returns its step. Raises UserError if the run cannot resume from it.
 
     `data` is the fingerprint of the training prompts.

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from grpo.parts.base.ranks import to_device
-from grpo.parts.model.attention import Packing, count_from, from_heads, scatter_heads
+from grpo.parts.model.attention import count_from, from_heads, scatter_heads
 from grpo.parts.model.layers import Normalization  # first: it prepares the process for Megatron-core
 
 # isort: split
@@ -70,7 +70,7 @@ class GatedDeltaNet(MegatronModule):
         self.A_log.data = self.A_log.data.float()
         return self
 
-    def forward(self, hidden, packed_seq_params: Packing, **unused):
+    def forward(self, hidden, packed_seq_params, **unused):
         """hidden [C / cp (/ tp under sequence parallelism), 1, h] → the same."""
         packing = packed_seq_params
         rows, _ = self.linear_qkv(hidden)
@@ -101,7 +101,7 @@ class GatedDeltaNet(MegatronModule):
         gated = out * F.silu(z.reshape(out.shape).float())
         return self.linear_proj(gated.to(hidden.dtype).flatten(1).unsqueeze(1))
 
-    def attend(self, mixed, conv, A_log, dt_bias, packing: Packing):
+    def attend(self, mixed, conv, A_log, dt_bias, packing):
         """Convolution and rule; mixed [T, key heads, q k v b a], conv [key heads, q k v, K] → [T, value heads, e]."""
         width = mixed.shape[-1] - 2 * self.repeat
         qkv, b, a = mixed.split([width, self.repeat, self.repeat], -1)

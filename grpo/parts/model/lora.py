@@ -12,7 +12,6 @@ rows of qkv and fc1, and A by the columns of proj and fc2. The other factor is r
 import json
 import math
 import zlib
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -275,7 +274,7 @@ def initial_factor(name, shape):
     return torch.empty(shape).uniform_(-bound, bound, generator=generator)
 
 
-def check_resumed(was: dict, cfg, path: Path):
+def check_resumed(was, cfg, path):
     """Raise UserError unless the checkpoint in `path`, of a run with the `lora` section `was`, has cfg's adapters."""
     now = {**cfg.model_dump(), "targets": sorted(cfg.targets)}
     was = {**was, "targets": sorted(was["targets"])}
@@ -286,7 +285,7 @@ def check_resumed(was: dict, cfg, path: Path):
     )
 
 
-def export_adapter(weights: Iterable[tuple[str, torch.Tensor]], base, cfg, step):
+def export_adapter(weights, base, cfg, step):
     """Write the factors, (Hugging Face name, full tensor) pairs, to output_dir/adapter/step_N, for PEFT on the `base`.
 
     Factors of experts are not written: transformers 5 has all experts of a layer as one parameter. Called on every

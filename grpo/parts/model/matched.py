@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from grpo.parts.base.by_row import product, queries_of_a_piece, split_queries
 from grpo.parts.model import layers, lora  # first: it prepares the process for Megatron-core
-from grpo.parts.model.attention import PackedAttention, Segments, attend_padded, count_from
+from grpo.parts.model.attention import PackedAttention, attend_padded, count_from
 from grpo.parts.model.routes import Replay
 
 # isort: split
@@ -183,7 +183,7 @@ class Attention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, query, key, value, segments: Segments):
+    def forward(ctx, query, key, value, segments):
         from vllm import _custom_ops as ops
         from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 

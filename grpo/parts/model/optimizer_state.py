@@ -23,7 +23,7 @@ MOMENTS = ("param", "exp_avg", "exp_avg_sq")  # of each weight, fp32; the first 
 # ---------------------------------------------------------------- weights and their state
 
 
-def trainable_weights(model: list) -> list[torch.nn.Parameter]:
+def trainable_weights(model: list):
     """This rank's weights that are trained: all of them, or the adapters. If none is trained, all weights."""
     weights = [weight for chunk in model for weight in chunk.parameters()]
     return [weight for weight in weights if weight.requires_grad] or weights
@@ -65,7 +65,7 @@ def number_weights(part):
             part.model_param_group_index_map[weight] = (index, place)
 
 
-def own_slice(part, weight) -> tuple[slice, dict[str, torch.Tensor]]:
+def own_slice(part, weight):
     """This rank's shard of a weight's state: its slice of the flat weight, and {moment: values}, {} without a shard."""
     if weight not in part.model_param_gbuf_map:
         return slice(0, 0), {}
@@ -76,7 +76,7 @@ def own_slice(part, weight) -> tuple[slice, dict[str, torch.Tensor]]:
     return slice(position.start, position.end), own
 
 
-def main_weights(model: list, optimizer) -> dict[torch.nn.Parameter, tuple[slice, torch.Tensor]]:
+def main_weights(model: list, optimizer):
     """{weight: (slice of the flat weight, its fp32 values)} of this rank's shards."""
     mains = {}
     for part, _, weight, _ in optimizer_weights(model, optimizer):
@@ -169,7 +169,7 @@ def restore(path: Path, model: list, optimizer, others: Collection[str] | None =
     return state
 
 
-def load_state(model: list, optimizer, loaded: dict[str, torch.Tensor], steps):
+def load_state(model: list, optimizer, loaded, steps):
     """Copy in the values that `sharded_state` described, as they were after `steps` updates."""
     for part, number, weight, _ in optimizer_weights(model, optimizer):
         position, own = own_slice(part, weight)

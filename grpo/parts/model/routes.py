@@ -106,7 +106,7 @@ class Replay:
         return scores.gather(-1, experts), experts
 
 
-def routers(chunk) -> list[torch.nn.Module]:
+def routers(chunk):
     """The routers of a model chunk, layer by layer; [] without experts."""
     return [layer.mlp.router for layer in unwrap_model(chunk).decoder.layers if hasattr(layer.mlp, "router")]
 
@@ -126,7 +126,7 @@ def set_routes(chunk, mb):
         replay.training = chunk.training
 
 
-def reduce_counts(model: list) -> dict[str, int]:
+def reduce_counts(model: list):
     """The counts of the update just computed, over all ranks and layers, which then start at 0. All ranks call this.
 
     "routes" were replayed. "routes_differ" of these are not what the trainer's router chose.

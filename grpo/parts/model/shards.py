@@ -69,7 +69,7 @@ def copy_shards(sharded: dict[str, Sharded]) -> list[Shard]:
     return shards
 
 
-def write_shards(folder, shards: list[Shard]) -> dict[str, list]:
+def write_shards(folder, shards: list[Shard]):
     """Write a rank's shards to files `rank_RRRRR_NNN.safetensors`, which are on the disk when this returns.
 
     The metadata of a file has the shapes of the whole tensors. Returns {file name: its digest}.
@@ -86,7 +86,7 @@ def write_shards(folder, shards: list[Shard]) -> dict[str, list]:
     return digests
 
 
-def check_coverage(sizes_of_ranks: list[list[tuple[str, int, int]]]):
+def check_coverage(sizes_of_ranks):
     """Raise CheckpointError unless the shards of all ranks have each element of each tensor once.
 
     A shard is given by its name, its number of elements and the number of elements of the whole tensor.
@@ -141,7 +141,7 @@ def read_sharded(
     return loaded
 
 
-def open_shards(path) -> dict[str, list[tuple]]:
+def open_shards(path):
     """{key: (open file, name of a shard, its offset, shape of the whole tensor) of each stored shard}."""
     stored = {}
     for file_path in sorted(path.glob("rank_*.safetensors")):
@@ -163,7 +163,7 @@ def kind_of(key):
     return key.partition(".")[0]
 
 
-def read_shard(candidates: list[tuple], part: ShardedTensor):
+def read_shard(candidates, part: ShardedTensor):
     """This rank's shard of a tensor, in host memory, from the stored shards of its key.
 
     Raises ValueError unless each element is stored once.
