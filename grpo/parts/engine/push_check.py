@@ -79,6 +79,7 @@ class PushCheck:
         its keys and values, where a and b are how many ranks hold a copy. The first push determines them.
         """
         pushed = add_up(names, parts)
+        names = np.array(names)
         stop_if(CHANGED, changed)
         stop_if(MOVED, moved)
 
@@ -92,11 +93,11 @@ class PushCheck:
 
         if self.last is not None:
             lost = self.fits.any(0) & ~holds
-            stop_if(LOST, [np.array(names)[of_engine] for of_engine in lost.repeat(self.tp, 0)])
+            stop_if(LOST, [names[of_engine] for of_engine in lost.repeat(self.tp, 0)])
         elif unfit.any() and dist.get_rank() == 0:
             print(
                 f"warning: vLLM keeps {unfit.sum()} of {len(names)} weights in a layout of its own, so only logp_gap "
-                f"shows a push of {shorten(np.array(names)[unfit])}",
+                f"shows a push of {shorten(names[unfit])}",
                 flush=True,
             )
 
