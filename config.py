@@ -34,7 +34,6 @@ Number = Annotated[float, Field(strict=True, ge=-LARGEST, le=LARGEST)]
 NotNegative = Annotated[Number, Field(ge=0)]
 Positive = Annotated[Number, Field(gt=0)]
 Seconds = Annotated[Number, Field(ge=0, le=10**6)]
-SomeSeconds = Annotated[Number, Field(gt=0, le=10**6)]
 Temperature = Annotated[Number, Field(ge=0, le=2)]  # vLLM's bounds
 Share = Annotated[Number, Field(ge=0, le=1)]
 ShareAboveZero = Annotated[Number, Field(gt=0, le=1)]
@@ -131,7 +130,7 @@ class RewardConfig(Section):
     custom: str | None = None  # path/to/file.py:function, the reward named "custom"
     functions: dict[str, str] = {}  # further names -> file.py:function or class, or a reward of docs/rewards.md
     options: dict[str, dict[str, Any]] = {}  # name of a reward -> its options, docs/rewards.md
-    timeout_s: SomeSeconds = 10.0  # limit of grading one sample; beyond it reward 0, counted in reward/timeout_frac
+    timeout_s: Positive = 10.0  # limit of grading one sample; beyond it reward 0, counted in reward/timeout_frac
     workers: Count = 1  # grading processes per rank
     memory_gb: NotNegative = 4.0  # address space of a grading process; 0: no limit
     max_error_frac: Share = 0.0  # the run stops if the reward raises for a larger share of a step's samples

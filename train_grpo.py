@@ -28,7 +28,6 @@ sequence's queries.
 import argparse
 import gc
 import math
-import os
 import sys
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -39,8 +38,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-if sys.flags.safe_path:  # as PYTHONSAFEPATH=1 sets it: without this file's folder, where its modules are
-    sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+if sys.flags.safe_path:  # PYTHONSAFEPATH=1 leaves out this file's folder, where its modules are
+    sys.path.insert(0, __file__.rpartition("/")[0])
 
 import megatron_bridge as bridge
 from config import (
