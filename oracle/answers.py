@@ -61,6 +61,8 @@ def judge_answers(state, rows, step, sampling, limit):
 
 def judge_requests(state, row, number, sampling, limit):
     """What SamplingParams said for each turn of an answer, the `number`-th of its group."""
+    if not row.get("sampling"):
+        return state.report.note("sampling", "not recorded")
     wanted = {"temperature": sampling.temperature, "stop": sampling.stop}
     if sampling.temperature:  # else vLLM takes the likeliest token, whatever top_p and top_k say
         wanted |= {"temperature": max(sampling.temperature, 0.01), "top_p": sampling.top_p, "top_k": sampling.top_k}

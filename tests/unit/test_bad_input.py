@@ -57,7 +57,7 @@ VLLM = {
         ("rollout.tp=3", ["rollout.tp = 3 does", "world size 4"]),
         ("parallel.pp=4", ["parallel.pp=4", "for 2 layers", "parallel.pp · parallel.vpp that divides 2, or megatron."]),
         ("rollout.top_p=0.9; algo.teacher=m", ["rollout.top_p=0.9, rollout.top_k=-1: the policy's", "algo.teacher=m"]),
-        ("rollout.stop_token_ids=[15, 16]", ["stop_token_ids=[15, 16]: model.path=", "has only the tokens 0 to 15"]),
+        ("rollout.stop_token_ids=[15, 16]", ["stop_token_ids, or eos_token_id of tokenizer", "has 16 rows"]),
         ("train.updates_per_step=3", ["train.updates_per_step=3", "prompts_per_step=16"]),
         ("megatron.recompute_granularity=full", ["Megatron-core refuses", "recompute_method"]),
         ("rollout.vllm.max_num_seq=8", ["unknown key 'rollout.vllm.max_num_seq'; the nearest is max_num_seqs"]),

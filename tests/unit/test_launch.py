@@ -132,7 +132,7 @@ def test_the_plan_tells_what_will_be_slow(command, monkeypatch):
     [
         ("train.warmup_steps=300", "train.warmup_steps=300 of train.steps=300: "),
         ("train.warmup_steps=299", None),
-        ("train.lr=1.0e-3 train.weight_decay=2000", "train.lr · train.weight_decay = 2: "),
+        ("train.lr=1.0e-3 train.weight_decay=2000", "train.lr · train.weight_decay = 2 of each weight"),
         ("algo.kl_coef=1.0e+9", "algo.kl_coef=1e+09: "),
         ("algo.kl_coef=1 train.weight_decay=0.1", None),
     ],
