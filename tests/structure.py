@@ -21,18 +21,18 @@ LONG, WITHOUT_PARAGRAPH, TOKENS_A_LINE = 15, 0.2, 9.5
 # lines that they add; of "docs" the words. These numbers only fall: a commit that deletes lowers them to what is left,
 # and one that adds says in its message what left for it.
 BUDGET = {
-    "top": 15919,
-    "grpo/step": 12709,
-    "grpo/parts": 39766,
-    "grpo/run": 23489,
-    "rewards": 5618,
+    "top": 16075,
+    "grpo/step": 12312,
+    "grpo/parts": 41416,
+    "grpo/run": 25468,
+    "rewards": 6486,
     "examples": 393,
-    "oracle": 13060,
-    "tools": 7396,
+    "oracle": 12551,
+    "tools": 7398,
     "benchmarks": 8182,
-    "tests": 98424,
-    "recipes": 8256,
-    "docs": 35622,
+    "tests": 102712,
+    "recipes": 8272,
+    "docs": 35574,
 }
 
 FOLDERS = ("grpo/step", "grpo/parts", "grpo/run", "rewards", "examples", "oracle", "tools", "benchmarks", "tests")
