@@ -24,7 +24,7 @@ BUDGET = {
     "top": 16075,
     "grpo/step": 12312,
     "grpo/parts": 41416,
-    "grpo/run": 25468,
+    "grpo/run": 25447,
     "rewards": 6486,
     "examples": 393,
     "oracle": 12551,

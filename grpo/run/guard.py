@@ -5,7 +5,6 @@ verifies, outside of the run, that the code computes what its formulas say.
 """
 
 import contextlib
-import json
 import math
 from collections import deque
 from collections.abc import Callable
@@ -111,8 +110,7 @@ def check_rewards(samples: list[Sample], prompts: dict[int, Prompt], grading: Gr
         what = s.error
         if not what.startswith(turns.FAILED):
             what = f"the reward of source {s.source!r} failed: {what}"
-        row = json.dumps(prompts[s.group].row, default=str)
-        messages[kind] = f"{what}\n  row: {row}\n  response: {s.text!r}"
+        messages[kind] = f"{what}\n  row: {prompts[s.group].row}\n  response: {s.text!r}"
 
     if len(failed) > grading.max_error_frac * len(samples):
         first = next(iter(messages.values()))

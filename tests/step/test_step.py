@@ -201,7 +201,7 @@ def test_a_reward_that_raises_stops_the_run_with_its_row(build, tmp_path):
     with pytest.raises(UserError) as error:
         train_grpo.train_step(run, 1)
     assert "the reward of source 'reverse' failed: KeyError: 'bonus' (broken.py, line 2)" in str(error.value)
-    assert '"prompt": "' in str(error.value) and "16 of 16 samples failed" in str(error.value)
+    assert "row: {'prompt': '" in str(error.value) and "16 of 16 samples failed" in str(error.value)
 
 
 def test_budgets_reach_their_own_phase(build, monkeypatch):
