@@ -54,6 +54,7 @@ def test_overrides_lie_over_a_file_over_its_base(file):
         ("seed: 1\nseed: 2\n", "found duplicate key seed"),
         ("1: 2\n", "the file must hold keys with values"),
         ("train: 3\n", "train=3: this is a section; its keys are epochs, steps, lr, "),
+        ("profile: true\nclip_grad: 1\n", "unknown key 'clip_grad'; here train.clip_grad"),
     ],
 )
 def test_what_is_refused(file, text, message):

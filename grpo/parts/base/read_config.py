@@ -24,13 +24,21 @@ def load_config(path: str, overrides: list[str]) -> Config:
     """The configuration of the YAML file `path` under `section.key=value` overrides. Raises UserError."""
     layers = read_files(Path(path)) + [read_override(override) for override in overrides]
     tree = {}
+    wrong = []
     for layer in layers:
         for name in SECTIONS.keys() & layer.keys():
             if not isinstance(layer[name], dict):
                 keys = ", ".join(SECTIONS[name].model_fields)
-                raise UserError(f"{name}={layer[name]!r}: this is a section; its keys are {keys}")
+                wrong.append(f"{name}={layer.pop(name)!r}: this is a section; its keys are {keys}")
         tree = merge(tree, layer)
-    return validate(tree, path)
+
+    try:
+        cfg = validate(tree, path)
+    except UserError as error:
+        wrong.append(str(error))
+    if wrong:
+        raise UserError("\n       ".join(wrong))
+    return cfg
 
 
 def override(cfg: Config, values: dict) -> Config:
