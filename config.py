@@ -130,7 +130,7 @@ class RewardConfig(Section):
     custom: str | None = None  # path/to/file.py:function, the reward named "custom"
     functions: dict[str, str] = {}  # further names -> file.py:function or class, or a reward of docs/rewards.md
     options: dict[str, dict[str, Any]] = {}  # name of a reward -> its options, docs/rewards.md
-    timeout_s: Positive = 10.0  # limit of grading one sample; beyond it reward 0, counted in reward/timeout_frac
+    timeout_s: Positive = 10.0  # of a sample; beyond it reward 0 (reward/timeout_frac), or a remote's error
     workers: Count = 1  # grading processes per rank
     memory_gb: NotNegative = 4.0  # address space of a grading process; 0: no limit
     max_error_frac: Share = 0.0  # the run stops if the reward raises for a larger share of a step's samples

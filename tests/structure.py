@@ -23,7 +23,7 @@ LONG, WITHOUT_PARAGRAPH, TOKENS_A_LINE = 15, 0.2, 9.5
 BUDGET = {
     "top": 16075,
     "grpo/step": 12312,
-    "grpo/parts": 41453,
+    "grpo/parts": 41460,
     "grpo/run": 25447,
     "rewards": 6486,
     "examples": 393,

@@ -188,7 +188,7 @@ def find_damage(path) -> str | None:
         with fail_together():
             digests = json.loads((path / "manifest.json").read_text())
             files = {"state.json", "versions.json", *(file.name for file in path.glob("*.safetensors"))}
-            unlisted = files.difference(digests or ())
+            unlisted = files.difference(digests if isinstance(digests, dict) else ())
             require(not unlisted, f"manifest.json does not list {', '.join(sorted(unlisted))}", CheckpointError)
 
             for name in sorted(digests)[dist.get_rank() :: dist.get_world_size()]:  # the ranks share the files
