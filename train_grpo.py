@@ -58,7 +58,7 @@ from grpo.parts.data.prompts import Prompt, prompt_batch, sampling_seed
 from grpo.parts.model import checkpoint, fp16, optimizer_state, routes
 from grpo.parts.model.head import token_logprobs
 from grpo.parts.model.offload import offload_state, offloaded_activations
-from grpo.run import evaluation, guard, launch, logs
+from grpo.run import evaluation, guard, launch, logs, record
 from grpo.run.clock import Clock, StopRequested
 from grpo.run.inputs import with_steps
 from grpo.run.preflight import machines, rehearsal
@@ -101,7 +101,7 @@ def train(cfg: Config, inputs: launch.Inputs, clock: Clock) -> None:
 
     for step in range(inputs.done + 1, t.steps + 1):
         try:
-            numbers, samples = train_step(run, step)
+            numbers, samples, lines = train_step(run, step)
         except StopRequested:  # this step is given up
             finished = step - 1
             if finished > 0 and finished != run.writer.step:  # the last finished step is not saved yet
@@ -113,7 +113,7 @@ def train(cfg: Config, inputs: launch.Inputs, clock: Clock) -> None:
         if t.eval_every and (step % t.eval_every == 0 or step == t.steps):  # the new weights are in vLLM already
             found, answers = evaluate(run)
             numbers |= log.evaluated(step, found, answers)
-        log.write(numbers, samples)
+        log.write(numbers, samples, lines)
 
     run.writer.finish()
     run.grading.close()
@@ -196,8 +196,11 @@ def config_at(cfg: Config, step: int) -> Config:
     return cfg
 
 
-def train_step(run: Run, step: int) -> tuple[dict, list[Sample]]:
-    """One step of GRPO: sample, grade, log-probs, advantages, updates, push, save. Returns metrics and samples."""
+def train_step(run: Run, step: int) -> tuple[dict, list[Sample], list[dict]]:
+    """One step of GRPO: sample, grade, log-probs, advantages, updates, push, save.
+
+    Returns the step's metrics, its samples, and what rollouts/ says of each update.
+    """
     clock, model = run.clock, run.model
     clock.start_step(step)
     cfg = config_at(run.cfg, step)
@@ -216,6 +219,7 @@ def train_step(run: Run, step: int) -> tuple[dict, list[Sample]]:
     batch = add_advantages(samples, batch, algo, cfg.reward)
 
     reports = []
+    recorded = record.Updates(run.cfg, cfg, collected.samples, samples, run.optimizer)
     for number, chosen in enumerate(updates):
         with clock("train"):
             weights = loss_weights(batch, chosen, algo.loss_norm, cfg.norm_length)
@@ -226,6 +230,7 @@ def train_step(run: Run, step: int) -> tuple[dict, list[Sample]]:
             if run.guard.may_step(report, weighted, cfg, step, number):
                 report["grad_norm"] = bridge.optimizer_step(run.optimizer, t.lr, t.offload == "optimizer")
             run.guard.stepped(report, micro_batches)
+            recorded.add(report, weighted, chosen)
             reports.append(report)
 
     with clock("sync"):
@@ -234,7 +239,7 @@ def train_step(run: Run, step: int) -> tuple[dict, list[Sample]]:
 
     numbers = {"step": step} | metrics.summarize(collected, reports, clock.end_step(), batch, model, cfg)
     numbers |= run.engine.metrics() | clock.memory.numbers()
-    return numbers, collected.samples
+    return numbers, collected.samples, recorded.lines
 
 
 def export_and_save(run: Run, step: int) -> None:

@@ -148,7 +148,7 @@ def measure(args: argparse.Namespace, work: Work, cfg: Config) -> tuple[list[dic
 
     rows, lengths = [], []
     for step in range(1, args.warmup + args.steps + 1):
-        metrics, samples = train_grpo.train_step(run, step)
+        metrics, samples, _ = train_grpo.train_step(run, step)
         row = {"step": step - args.warmup, **step_results(metrics, samples, work)}
         row["bare_tokens_per_s"] = bare_vllm(run)
         if step > args.warmup:

@@ -116,7 +116,7 @@ def record(shown: int) -> SimpleNamespace:
             seen.run = run
             seen.before = copy_weights(run)
         tape.calls = {}
-        metrics, samples = train_step(run, step)
+        metrics, *others = train_step(run, step)
         if step == shown:
             seen.calls = tape.calls
             seen.cfg = train_grpo.config_at(run.cfg, step)
@@ -125,7 +125,7 @@ def record(shown: int) -> SimpleNamespace:
             seen.rescored_F = train_grpo.score(run.model, tape.result("flatten"), seen.cfg)
         if step == shown + 1:
             seen.next_metrics = metrics
-        return metrics, samples
+        return metrics, *others
 
     train_grpo.config_at = small_step
     train_grpo.train_step = watched_step

@@ -54,8 +54,8 @@ class Log:
         """Begin to write the samples to rollouts/."""
         self.rollouts.write(self.out / f"rollouts/{name}.jsonl", [sample.as_row() for sample in samples])
 
-    def write(self, metrics, samples: list[Sample] | None = None):
-        """Log a step that has ended: its metrics and samples. Without samples, log the evaluation before step 1."""
+    def write(self, metrics, samples: list[Sample] | None = None, updates: list[dict] = ()):
+        """Log a step that has ended, its metrics, samples and updates; without samples an evaluation before step 1."""
         if not self.speaks:
             return
         if samples is None:
@@ -66,6 +66,7 @@ class Log:
         step = metrics["step"]
         metrics = metrics | self.progress.add(metrics)
         self.history.append(metrics)
+        self.rollouts.write(self.out / f"rollouts/updates_{step:06d}.jsonl", updates)  # so that samples come with them
         self.keep(f"step_{step:06d}", samples)
         files.log_metrics(self.out, metrics)
         self.trackers.add(metrics, samples)

@@ -52,8 +52,11 @@ class Sample:
         return np.repeat(np.arange(len(self.turns)) % 2 == 0, self.turns)  # turns of model and environment alternate
 
     def as_row(self):
-        """The row of rollouts/: the fields that are not None, the turns, and vLLM's settings for each answer."""
+        """The row of rollouts/: the fields that are not None, the turns, vLLM's settings for each answer and, where it
+        cut, the ids that each sampled token was drawn from, with -1 after them.
+        """
         row = {name: value for name, value in vars(self).items() if value is not None}
+        row |= {name: ids for name, ids in self.trace.replay.items() if name == "nuclei"}
         del row["trace"]
         return row | {"turns": self.turns, "sampling": self.trace.requests}
 

@@ -51,7 +51,7 @@ def test_replayed_routes_close_the_gap_of_an_engine_that_routes_otherwise(build,
     monkeypatch.setattr(train_grpo, "Engine", FlippingEngine)
     keys = (f"model.path={tmp_path / 'moe'}", "train.epochs_per_step=2", "algo.kl_coef=0.05", "train.lr=0.01")
     keys += ("train.share_prompts=false",)
-    metrics, samples = train_grpo.train_step(build(*keys, *FULL, "algo.replay_routes=true"), 1)
+    metrics, samples, _ = train_grpo.train_step(build(*keys, *FULL, "algo.replay_routes=true"), 1)
     flipped = np.mean([i % 3 == 0 for sample in samples for i in range(sample.positions)])
     assert metrics["logp_gap/max"] < 1e-5 and metrics["routes/missing_frac"] == 0
     assert metrics["routes/differ_frac"] == pytest.approx(flipped, abs=1e-9)
@@ -63,7 +63,7 @@ def test_replayed_routes_close_the_gap_of_an_engine_that_routes_otherwise(build,
 def test_a_push_that_is_lost_is_caught(build, monkeypatch):
     run = build("train.lr=0.01")
     monkeypatch.setattr(train_grpo, "push_weights", lambda *_: None)
-    metrics, _ = train_grpo.train_step(run, 1)
+    metrics, *_ = train_grpo.train_step(run, 1)
     assert metrics["logp_gap/max"] < 1e-5
     with pytest.raises(TrainingError, match="did not take up the last weight push"):
         train_grpo.train_step(run, 2)
@@ -80,10 +80,10 @@ def test_updates_that_are_no_numbers_are_skipped(build, monkeypatch, capsys):
     before = weights(run)
     with monkeypatch.context() as broken:
         wrap(broken, train_grpo, "group_advantages", with_nan)
-        metrics, _ = train_grpo.train_step(run, 1)
+        metrics, *_ = train_grpo.train_step(run, 1)
     assert metrics["update/skipped"] == 1 and all(torch.equal(before[n], w) for n, w in weights(run).items())
     assert "1 in a row, the run stops at train.max_skipped=2" in capsys.readouterr().out
-    metrics, _ = train_grpo.train_step(run, 2)
+    metrics, *_ = train_grpo.train_step(run, 2)
     assert metrics["update/skipped"] == 0 and any(not torch.equal(before[n], w) for n, w in weights(run).items())
     wrap(monkeypatch, train_grpo, "group_advantages", with_nan)
     train_grpo.train_step(run, 3)
@@ -99,7 +99,7 @@ def test_an_overflow_skips_the_update_and_halves_the_loss_scale(build, capsys):
     run, before, scales = build(*FP16, f"megatron.initial_loss_scale={2**15}"), None, []
     for step in range(1, 12):
         before = weights(run)
-        metrics, _ = train_grpo.train_step(run, step)
+        metrics, *_ = train_grpo.train_step(run, step)
         scales.append(metrics["loss_scale"])
         moved = any(not torch.equal(before[name], weight) for name, weight in weights(run).items())
         assert moved == (metrics["update/overflow"] == 0) == (metrics["update/skipped"] == 0)
@@ -186,7 +186,7 @@ def test_a_step_without_a_gradient_changes_nothing_and_says_so(build, capsys, en
     """Every group's rewards are equal. Without KL or entropy in the loss Adam would move by momentum alone."""
     run = build("train.lr=0.01", f"algo.entropy_coef={entropy_coef}", "algo.max_rounds=2", *EQUAL)
     before = weights(run)
-    metrics, samples = train_grpo.train_step(run, 1)
+    metrics, samples, _ = train_grpo.train_step(run, 1)
     assert metrics["groups/zero_std_frac"] == 1 and metrics["groups/rounds"] == 2 and len(samples) == 32
     assert metrics["logp_gap/max"] < 1e-5 and run.guard.skipped == 0  # the update was computed, and nothing is NaN
     moved = not all(torch.equal(before[name], weight) for name, weight in weights(run).items())

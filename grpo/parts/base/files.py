@@ -131,7 +131,7 @@ def drop_later_steps(path: Path, step):
     log.with_suffix(".tmp").rename(log)
 
     for file in (path / "rollouts").iterdir():
-        ours = re.fullmatch(r"(?:step|eval)_(\d+)\.jsonl(\.tmp)?", file.name)
+        ours = re.fullmatch(r"(?:step|eval|updates)_(\d+)\.jsonl(\.tmp)?", file.name)
         if ours and (int(ours[1]) > step or step == 0 or ours[2]):
             file.unlink()
     for unfinished in path.glob("checkpoints/step_*.tmp"):

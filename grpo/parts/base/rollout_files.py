@@ -12,7 +12,7 @@ ENCODER = msgspec.json.Encoder(enc_hook=lambda array: array.tolist())
 
 
 def write_rows(path: Path, rows: list[dict]):
-    """Write a JSON object per line, numpy arrays as lists. Raises OSError, and then leaves no file."""
+    """Write a JSON object per line, numpy arrays as lists, NaN as null. Raises OSError, and then leaves no file."""
     temporary = path.with_name(f"{path.name}.tmp")
     try:
         with temporary.open("wb") as file:
