@@ -20,7 +20,7 @@ def judge_order(state, rows):
     groups = {row["group"]: tuple(row["prompt_ids"]) for row in rows}
     state.taken += len(groups)
     if not any(len(each) for each in state.sets):
-        state.report.note("order", "not judged: there are no data")
+        state.report.note("order", "there are no data")
         return {}
 
     prompts = {}
@@ -53,7 +53,7 @@ def judge_answers(state, rows, step, sampling, limit):
         judge_requests(state, row, numbers[group], sampling, limit)
         numbers[group] += 1
         if state.tokenizer is None:
-            report.note("answers", "not judged: there is no tokenizer")
+            report.note("answers", "there is no tokenizer")
         else:
             problem = answer_problem(state, row, sampling, limit)
             report.say("answers", problem and f"an answer of group {group}: {problem}")
@@ -66,7 +66,8 @@ def judge_requests(state, row, number, sampling, limit):
     wanted = {"temperature": sampling.temperature, "stop": sampling.stop}
     if sampling.temperature:  # else vLLM takes the likeliest token, whatever top_p and top_k say
         wanted |= {"temperature": max(sampling.temperature, 0.01), "top_p": sampling.top_p, "top_k": sampling.top_k}
-    wanted["stop_token_ids"] = {*sampling.stop_token_ids, *state.ends}  # vLLM adds some of the model's own
+    if state.ends:  # of which vLLM adds some
+        wanted["stop_token_ids"] = {*sampling.stop_token_ids, *state.ends}
 
     starts = [0, *accumulate(row["turns"])]
     wrong = []
@@ -141,7 +142,7 @@ def judge_rewards(state, rows, prompts, buffer):
         if row["graded"] != "ok":
             check("rewards", "reward of one that was not graded", sum(parts.values()), 0)
         elif prompt is None:
-            state.report.note("rewards", "some not graded anew: there is no row of the data with their prompt")
+            state.report.note("rewards", "of some answers: there is no row of the data with their prompt")
         else:
             judge_parts(state, row, prompt, parts)
 
@@ -158,7 +159,7 @@ def judge_parts(state, row, prompt, parts):
         if state.grader.has_returned:
             report.say("rewards", f"the run gave {given}, here: {found}")
         else:
-            report.note("rewards", f"not graded anew: {found}")
+            report.note("rewards", f"graded anew: {found}")
     elif found.keys() != parts.keys():
         report.say("rewards", f"the run gave {given}, with the parts {parts}, here: {found}")
     else:
@@ -191,7 +192,9 @@ def judge_evaluation(state, rows):
 
     prompts = dict(enumerate(state.eval_prompts))
     groups = {row["group"]: row["prompt_ids"] for row in rows}
-    if prompts and groups != {group: prompt.ids for group, prompt in prompts.items()}:
+    if not prompts:
+        report.note("order", "of an evaluation: there are no data")
+    elif groups != {group: prompt.ids for group, prompt in prompts.items()}:
         report.say("order", "the prompts of an evaluation are not those of data.eval")
     judge_rewards(state, rows, prompts, buffer=0)
 

@@ -31,7 +31,7 @@ def judge_exports(state, step):
         trainer.restart(trained)
         state.unknown = ""
         state.has_moments = False
-        report.note("weights", "taken from an export, where ours are not the run's")
+        report.note("weights", "ours are an export's where the run's were unknown")
 
 
 def judge_weights(report, item, theirs, ours, first):

@@ -1,6 +1,7 @@
-"""What was compared, item by item: the largest difference and its bound, or the first value that parts."""
+"""What was compared, item by item: the largest difference and its bound, or the values that part."""
 
 import math
+import re
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -8,10 +9,11 @@ import torch
 
 from oracle.run import Recorded
 
-ITEMS = (  # in the order in which a step makes them; "weights" are AdamW's: exports, and what later steps compute
+ITEMS = (  # in the order in which a step makes them; docs/check.md says what each compares
     "order", "seeds", "sampling", "answers", "rewards", "groups", "log-probs", "reference", "teacher", "advantages",
     "token-weights", "loss", "entropy", "gradient", "updates", "lr", "weights", "adapters", "checkpoints",
 )  # fmt: skip
+SHOWN = 3  # problems of an item, each of another quantity
 EXACT = {  # what goes through no model, in every dtype
     "reward": (1e-6, 1e-6), "reward/": (1e-9, 1e-9), "overlong": (1e-9, 0.0), "groups/": (1e-9, 0.0),
     "lr": (0.0, 1e-9), "schedule/": (0.0, 1e-9), "state: ": (0.0, 0.0), "equal bits: ": (0.0, 0.0),
@@ -47,8 +49,13 @@ class Item:
 
     count: int = 0  # of values
     largest: Difference = field(default_factory=Difference)
-    parts: str = ""  # the first value that parts
-    notes: dict[str, int] = field(default_factory=dict)  # what is not judged, or by no formula of ours → since when
+    problems: dict[str, str] = field(default_factory=dict)  # a quantity → its first value that parts, in words
+    notes: dict[str, int] = field(default_factory=dict)  # why something is not judged → since when
+
+    @property
+    def parts(self):
+        """The first problem."""
+        return next(iter(self.problems.values()), "")
 
 
 class Report:
@@ -58,8 +65,9 @@ class Report:
         self.bounds = BOUNDS[run.cfg.model.dtype]
         self.step = 0
         self.items = {name: Item() for name in ITEMS}
-        self.first = ""  # the first value of all that parts
+        self.firsts = {}  # an item that parts → step and problem, the first item first
         self.remarks = list(run.remarks)  # on the run as a whole
+        self.absent = absent(run)
 
     def check(self, item, name, theirs, own):
         """Compare a number, or numbers, of the run with ours; None in a run is no number. Whether they agree."""
@@ -73,13 +81,14 @@ class Report:
         """Count values of an item that agree or, with a `problem`, one that parts, perhaps not the first."""
         found = self.items[item]
         found.count += count
-        if problem and not found.parts:
-            found.parts = f"from step {self.step} on: {problem}"
-            self.first = self.first or f"step {self.step}, {item}: {problem}"
+        if problem:
+            quantity = re.sub(r"'[^']*'|[^a-zA-Z:/_]", "", problem)  # in which groups, numbers and texts are alike
+            found.problems.setdefault(quantity, f"from step {self.step} on: {problem}")
+            self.firsts.setdefault(item, f"step {self.step}, {item}: {problem}")
 
     def note(self, item, why):
-        """Something of the item is not judged, or by no formula of ours."""
-        self.items[item].notes.setdefault(why, self.step)
+        """Something of the item is not judged."""
+        self.items[item].notes.setdefault(why.removeprefix("not judged: "), self.step)
 
     def compare(self, name, theirs, own):
         """The difference of a number, or numbers, of the run from ours."""
@@ -106,22 +115,81 @@ class Report:
 
     # ---------------------------------------------------------------- what is shown
 
+    @property
+    def first(self):
+        """The first problem of all."""
+        return next(iter(self.firsts.values()), "")
+
     def parted(self):
         """The items that part."""
         return [name for name, item in self.items.items() if item.parts]
 
+    def unjudged(self):
+        """{item: why something of it is not judged}, of those that do not part."""
+        nothing = "nothing of it is recorded"
+        found = {}
+        for name, item in self.items.items():
+            whys = [*item.notes] or [nothing] * (not item.count)
+            is_there = item.count or name not in self.absent
+            if whys and is_there and not item.parts:
+                found[name] = whys
+        return found
+
     def table(self, mine=()):
         """A line for each item that the run has, more where something is not judged; `mine` are items that may part."""
         lines = [*self.remarks]
+        unjudged = self.unjudged()
+
         for label, item in self.items.items():
             texts = []
-            if item.parts:
-                texts.append(f"{'yours' if label in mine else 'PARTS'} {item.parts}")
-            elif item.count:
+            for problem in [*item.problems.values()][:SHOWN]:
+                texts.append(f"{'yours' if label in mine else 'PARTS'} {problem}")
+            if item.count and not item.parts:
                 texts.append(f"agrees {item.largest.largest} ({item.count} values)")
-            for why, step in item.notes.items():
-                texts.append(f"{why} (from step {step} on)" if step > 1 else why)
+            for why in item.notes if item.parts else unjudged.get(label, ()):
+                since = item.notes.get(why, 0)
+                texts.append(f"not judged: {why}" + f" (from step {since} on)" * (since > 1))
             for text in texts:
                 lines.append(f"{label:14}{text}")
                 label = ""  # further lines of the item have none
-        return "\n".join(lines)
+
+        absent = [name for name in self.absent if not self.items[name].count]
+        return "\n".join([*lines, f"not in this run: {', '.join(absent)}"] if absent else lines)
+
+    def verdict(self, mine=()):
+        """(exit code, the last line). 1: an item that is not of `mine` parts; 3: something is not judged; else 0."""
+        parted = self.parted()
+        unjudged = {name: whys for name, whys in self.unjudged().items() if name not in mine}
+        agree = [name for name, item in self.items.items() if item.count and name not in {*parted, *unjudged}]
+        by_why = {}  # items that one thing keeps from being judged
+        for name, whys in unjudged.items():
+            by_why.setdefault("; ".join(whys), []).append(name)
+
+        other = [name for name in parted if name not in mine]
+        yours = [name for name in parted if name in mine]
+        words = []
+        if other:
+            first = next(problem for name, problem in self.firsts.items() if name in other)
+            words.append(f"PARTS: {', '.join(other)}, the first in {first}")
+        if yours:
+            words.append(f"yours: {', '.join(yours)}")
+        words.append(f"agrees: {len(agree)}")
+        if by_why:
+            whys = [f"{', '.join(names)} ({why})" for why, names in by_why.items()]
+            words.append(f"not judged: {'; '.join(whys)}")
+        code = 1 if other else 3 if unjudged else 0
+        return code, "; ".join(words)
+
+
+def absent(run: Recorded):
+    """The items that a run does not have, by its configuration and its folders."""
+    cfg = run.cfg
+
+    def has(folder):
+        return any(run.has(folder, step) for step in run.steps)
+
+    there = {
+        "reference": cfg.algo.kl_coef, "teacher": cfg.algo.teacher, "weights": has("hf"),
+        "adapters": cfg.lora.rank and has("adapter"), "checkpoints": has("checkpoints"),
+    }  # fmt: skip
+    return [name for name, value in there.items() if not value]

@@ -9,6 +9,15 @@ import yaml
 from config import Config
 from grpo.parts.base.read_config import SECTIONS
 
+FIELDS = {  # of an answer in rollouts/, and of a line of metrics.jsonl, without which nothing can be repeated
+    "group", "seed", "prompt_ids", "response_ids", "rollout_logp", "turns", "text", "source", "finished", "graded",
+    "reward", "reward_parts", "advantage",
+}  # fmt: skip
+METRICS = {
+    "reward/mean", "groups/sampled", "groups/trained", "loss/total", "loss/policy", "grad_norm", "entropy", "kl/ref",
+    "logp_gap/mean", "logp_gap/max", "ratio/clip_frac", "lr", "update/applied",
+}  # fmt: skip
+
 
 @dataclass
 class Recorded:
@@ -37,26 +46,32 @@ def read_rows(path: Path) -> list[dict]:
 
 
 def read_run(folder: Path, steps: int | None = None):
-    """What the run in this output folder recorded, of the first `steps`. ValueError where nothing can be judged."""
+    """What the run in this output folder recorded, of the first `steps`. ValueError where it cannot be judged."""
     if not (folder / "config.yaml").exists():
         raise ValueError(f"{folder} has no config.yaml: give the output_dir of a run")
     cfg, remarks = read_config(yaml.safe_load((folder / "config.yaml").read_text()))
-
-    # What follows a step without answers cannot be repeated.
-    names = sorted(path.stem for path in folder.glob("rollouts/step_*.jsonl"))
-    found = [int(name.removeprefix("step_")) for name in names][:steps]
-    steps = [step for number, step in enumerate(found, start=1) if step == number]
-    if not steps:
-        raise ValueError(f"{folder}/rollouts has no answers of step 1 (step_000001.jsonl): nothing to repeat")
-    if len(steps) < len(found):
-        remarks.append(f"rollouts/ has no answers of step {steps[-1] + 1}: what follows is not judged")
-
-    # The metrics of a step may be missing.
     log = folder / "metrics.jsonl"
     lines = read_rows(log) if log.exists() else []
     metrics = {line["step"]: line for line in lines if "reward/mean" in line}
-    if lacking := [step for step in steps if step not in metrics]:
-        remarks.append(f"metrics.jsonl has no line of step {lacking[0]}: what it would say of {lacking} is not judged")
+    paths = {int(path.stem.removeprefix("step_")): path for path in folder.glob("rollouts/step_*.jsonl")}
+
+    # A run that was stopped, or goes on, may have one of the two of its last step.
+    done = max({*metrics} & {*paths}, default=0)
+    if lacking := sorted({*range(1, done + 1)} - ({*metrics} & {*paths})) or [1] * (not done):
+        missing = "rollouts/ has no answers" if lacking[0] not in paths else "metrics.jsonl has no line"
+        raise ValueError(f"{folder}: {missing} of step {lacking[0]}, so that nothing after it can be repeated")
+    if unfinished := sorted({*metrics, *paths} - {*range(1, done + 1)}):
+        remarks.append(f"step {unfinished[0]} has not ended: it is not repeated")
+
+    # An earlier version wrote less.
+    steps = [*range(1, done + 1)][:steps]
+    for step in steps:
+        rows = read_rows(paths[step])
+        if not rows:
+            raise ValueError(f"{paths[step]} is empty")
+        for what, names, found in (("metrics.jsonl", METRICS, metrics[step]), (paths[step].name, FIELDS, rows[0])):
+            if lacking := sorted(names - found.keys()):
+                raise ValueError(f"{folder}: {what} lacks {', '.join(lacking)}: the run is of an earlier version")
     return Recorded(folder, cfg, metrics, steps, remarks)
 
 

@@ -18,7 +18,7 @@ HARMLESS = (
     "recompute_num_layers recompute_modules overlap_grad_reduce overlap_param_gather moe_grouped_gemm bucket_size "
     "optimizer_cpu_offload optimizer_offload_fraction num_layers_in_first_pipeline_stage adam_eps"
 )
-OF_UPDATE = ("loss", "entropy", "gradient", "weights")
+OF_UPDATE = ("reference", "teacher", "token-weights", "loss", "entropy", "gradient", "updates", "weights", "adapters")
 NAMES = (  # item, key of algo, its names that have a formula
     ("token-weights", "loss_norm", formulas.NORMS), ("loss", "loss", formulas.LOSSES), ("loss", "kl", formulas.KLS),
     ("loss", "correction", formulas.BOUNDS),
@@ -41,7 +41,7 @@ class State:
             name = getattr(run.cfg.algo, key)
             if name not in known:
                 self.own.add(item)
-                report.note(item, f"yours (no formula known for algo.{key}={name})")
+                report.note(item, f"no formula for algo.{key}={name}")
 
         # The model and its tokenizer, which exports have too.
         self.trainer = self.read("the model or the teacher", lambda: Trainer(self.cfg))
@@ -93,7 +93,7 @@ class State:
         """From here on our weights are not the run's, until it exports its own."""
         self.unknown = why
         for item in items:
-            self.report.note(item, f"not judged: {why}")
+            self.report.note(item, why)
 
 
 def barrier(cfg):

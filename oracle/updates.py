@@ -62,9 +62,9 @@ def judge_advantages(state, answers):
     in_reward = algo.kl_in == "reward" and state.values["kl_coef"]
     found = None
     if algo.advantage not in algorithm.ADVANTAGES:
-        report.note("advantages", f"yours (no formula known for algo.advantage={algo.advantage})")
+        report.note("advantages", f"no formula for algo.advantage={algo.advantage}")
     elif in_reward and (state.unknown or algo.kl not in formulas.KLS):
-        report.note("advantages", f"not judged: they hold the KL, {state.unknown or 'which is yours'}")
+        report.note("advantages", f"they hold the KL, {state.unknown or 'which is yours'}")
     else:
         found = algorithm.advantages_of(answers, algo, in_reward)
         if report.compare("advantage", recorded(answers), found).parts:
@@ -128,7 +128,7 @@ def judge_first_update(state, answers, chosen, sums):
     metrics = state.metrics
     taken = [answers[n] for n in chosen]
     if metrics["loss/total"] is None or metrics["grad_norm"] is None:
-        report.note("loss", "not judged in a step: it was NaN or infinite")
+        report.note("loss", "in a step it was NaN or infinite")
         return sums
 
     # What the policy says before the update, whatever the loss makes of it.
@@ -150,6 +150,8 @@ def judge_first_update(state, answers, chosen, sums):
         items = {"entropy": "entropy", "grad_norm": "gradient", "kl/ref": "reference"}
         for name, value in (means | losses_of(sums)).items():
             report.check(items.get(name, "loss"), name, metrics[name], value)
+        for item in {"token-weights", "updates"} - state.own:  # which this update would show
+            report.say(item)
     return sums
 
 

@@ -3,8 +3,9 @@
     make check RUN=outputs/x                                    finished or stopped, also while it runs
     make check RUN=outputs/x ARGS="--mine loss,order --steps 5"
 
-Exit code 0, or 1 if an item differs that --mine does not name as the fork's own, or 2 if nothing can be compared. Run
-it from the checkout that made the run.
+Exit code 0 if all was judged and agrees or is named by --mine as your own, 1 if another item differs, 2 if the folder
+cannot be judged, 3 if all agrees but something was not judged. docs/check.md explains the items. Run it from the
+checkout that made the run.
 """
 
 import argparse
@@ -24,7 +25,7 @@ from oracle.run import read_run
 def main(argv) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="the output_dir of a run")
-    parser.add_argument("--mine", default="", help=f"items that your fork changes: {', '.join(ITEMS)}")
+    parser.add_argument("--mine", default="", help=f"items that your fork changes (docs/check.md): {', '.join(ITEMS)}")
     parser.add_argument("--steps", type=int, help="only this many steps, from the first")
     args = parser.parse_args(argv)
 
@@ -37,20 +38,13 @@ def main(argv) -> int:
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     try:
         run = read_run(args.run, args.steps)
+        report = repeat(run)
     except ValueError as error:
         print(" ".join(str(error).split()))
         return 2
-
-    report = repeat(run)
-    print(report.table(mine))
-    other = [name for name in report.parted() if name not in mine]
-    verdict = "all that was compared agrees"
-    if other:
-        verdict = f"{', '.join(other)} differ: the first is {report.first}"
-    elif report.parted():
-        verdict += ", except yours"
-    print(f"\n{args.run}, {len(run.steps)} steps: {verdict}")
-    return 1 if other else 0
+    code, words = report.verdict(mine)
+    print(f"{report.table(mine)}\n\n{args.run}, {len(run.steps)} steps: {words}")
+    return code
 
 
 if __name__ == "__main__":
