@@ -11,6 +11,7 @@ from oracle.repeat import repeat
 from oracle.run import read_run
 from tests.conftest import REPO
 from tests.forks import EXERCISES
+from tests.museum import Exhibit
 from tests.museum.exhibits import EXHIBITS
 from tests.museum.runs import planted
 
@@ -34,15 +35,37 @@ def test_every_patch_is_an_exercise_and_its_bug_has_no_name():
         assert exhibit_of(name).name not in PAGE + EXERCISES[name].read_text()
 
 
+def grade(name):
+    """The exit code of the command of an exercise, in this process."""
+    return pytest.main([*shlex.split(COMMANDS[name].partition("-m pytest ")[2]), "--tb=no", "-p", "no:faulthandler"])
+
+
 @pytest.mark.parametrize("name", GRADED)
 def test_a_command_of_pytest_fails_with_the_patch(name, fork, monkeypatch):
     """Without it, it is a part of these tests."""
-    command = [*shlex.split(COMMANDS[name].partition("-m pytest ")[2]), "--tb=no", "-p", "no:faulthandler"]
     forked = fork(name)
     for function in vars(train_grpo).values():
         if inspect.isfunction(function) and function.__module__ == "train_grpo":
             monkeypatch.setattr(function, "__code__", getattr(forked, function.__name__).__code__)
-    assert pytest.main(command) == 1
+    assert grade(name) == 1
+
+
+HALVES = (  # exercise, function of the script, a piece of its source, what an answer that is half right has there
+    ("gap-1", "group_advantages", "(r - r.mean()) * len(r) / (len(r) - 1)", "r - r.mean()"),
+    ("gap-2", "token_kl", "d_T = d_T.clamp(-20, 20)", "pass"),
+    ("gap-2", "token_kl", "- 1).clamp(-10, 10)", "- 1)"),
+    ("gap-3", "policy_loss", "-bounded_T * advantages_T > -ratio_T * advantages_T", "torch.zeros_like(ratio_T).bool()"),
+    ("gap-3", "policy_loss", "-bounded_T * advantages_T > -ratio_T * advantages_T", "bounded_T != ratio_T"),
+    ("gap-3", "policy_loss", "ratio_T.clamp(1 - algo.clip_low, 1 +", "ratio_T.clamp(0, 1 +"),
+    ("gap-4", "flatten", "s.finished or not mask_truncated", "s.finished"),
+)
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_half_of_an_answer_is_not_enough(half):
+    name, function, before, after = half
+    with planted(Exhibit("", "", f"train_grpo:{function}", before, after)):
+        assert grade(name) == 1
 
 
 @pytest.mark.slow

@@ -219,6 +219,15 @@ SLIPS = {  # what is said → function of the script, piece of its source, what 
         "policy_loss", "log_ratio_T = logp_T - old_logp_T", "log_ratio_T = logp_T[1:] - old_logp_T"),
     r"grpo_loss returns the shapes {'the loss sum': \[27\], .*; each must be one number": (
         "grpo_loss", "loss = (loss_T * weight_T).sum()", "loss = loss_T * weight_T"),
+    r"train_grpo.py, line \d+, in grpo_loss: the loss sum of six .* is .* but .* in two. Return the sum": (
+        "grpo_loss", "loss = (loss_T * weight_T).sum()", "loss = (loss_T * weight_T).mean()"),
+    r"in grpo_loss: the loss sum .* divide by no number of tokens": (
+        "grpo_loss", "loss = (loss_T * weight_T).sum()", "loss = (loss_T * weight_T).sum() / mask_T.sum()"),
+    r"in grpo_loss: the loss sum .* What needs the whole batch": (  # of a single term, with a small coefficient
+        "grpo_loss", "loss = (loss_T * weight_T).sum()",
+        "loss = (loss_T * weight_T).sum() - 1e-3 * entropy_T[mask_T > 0].mean()"),
+    r"in grpo_loss: the number of tokens .* is 1 in one micro-batch, but 1 \+ 1 in two": (
+        "grpo_loss", "denominator = (weight_T > 0).sum().int()", "denominator = (weight_T > 0).any().int()"),
 }  # fmt: skip
 
 
@@ -229,3 +238,10 @@ def test_a_slip_of_a_fork_is_told_with_its_line(monkeypatch, message):
     monkeypatch.setattr(exhibit.find(), "__code__", exhibit.compile())
     with pytest.raises(UserError, match=message):
         train_grpo.rehearse(tiny_config())
+
+
+def test_random_numbers_in_a_loss_are_no_slip(monkeypatch):
+    noisy = "return loss + torch.randn(()), denominator"
+    exhibit = Exhibit("", "", "train_grpo:grpo_loss", "return loss, denominator", noisy)
+    monkeypatch.setattr(exhibit.find(), "__code__", exhibit.compile())
+    train_grpo.rehearse(tiny_config())

@@ -112,11 +112,23 @@ LN = [math.log(p) for p in (0.8, 0.6, 0.35, 0.2)]
     ],
 )  # fmt: skip
 def test_policy_losses_by_hand(options, rises, falls):
+    """And, of the clipped ones, where the clip decides."""
     advantages = torch.tensor([1.0, -1.0], dtype=torch.float64).repeat_interleave(4)
     old = torch.full((8,), math.log(0.5), dtype=torch.float64)
     algo = AlgoConfig(**{"clip_low": 0.25, "clip_high": 0.5, **options})
-    loss, _ = train_grpo.policy_loss(f64(*LN, *LN), old, advantages, torch.ones(8), torch.arange(8), algo)
+    loss, clipped = train_grpo.policy_loss(f64(*LN, *LN), old, advantages, torch.ones(8), torch.arange(8), algo)
     torch.testing.assert_close(loss, f64(*rises, *falls), **F64)
+    if algo.loss == "ppo_clip":  # above the upper bound if A rises, below the lower one if it falls, at the ceiling
+        assert clipped.tolist() == [1, 0, 0, 0, *(loss[4:] != f64(1.6, 1.2, 0.7, 0.4))]
+
+
+def test_k3_by_hand():
+    """Values and gradients at differences within the clamps, beyond that of the value, and where exp would overflow."""
+    logp = torch.zeros(7, requires_grad=True)
+    kl = train_grpo.token_kl(logp, torch.tensor([0, math.log(2), -math.log(2), 3, -12, 100, -100]), "k3")
+    kl.sum().backward()
+    torch.testing.assert_close(kl, torch.tensor([0, 1 - math.log(2), math.log(2) - 0.5, 10, 10, 10, 10]))
+    torch.testing.assert_close(logp.grad, torch.tensor([0, -1, 0.5, 0, 0, 0, 0]))
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,15 @@
-"""The rehearsal at every start: one small call of advantages and loss, so that a fork's slip shows within seconds."""
+"""The rehearsal at every start: small calls of advantages and loss, so that a fork's slip shows within seconds."""
 
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
 
-from config import RewardConfig, UserError
+import torch
+
+from config import AlgoConfig, RewardConfig, UserError
 from grpo.parts.base.require import require
 from grpo.step.packing import pack
-from grpo.step.records import Sample
+from grpo.step.records import Batch, Sample
 
 ANSWERS = ((4, 1.0), (3, 0.0), (6, 0.25), (5, 0.5), (2, 0.5), (1, 0.5))  # (tokens, reward), three to a group
 
@@ -15,7 +17,8 @@ ANSWERS = ((4, 1.0), (3, 0.0), (6, 0.25), (5, 0.5), (2, 0.5), (1, 0.5))  # (toke
 def run(cfg, flatten: Callable, add_advantages: Callable, loss_weights: Callable, grpo_loss: Callable):
     """Call the script's functions of these names.
 
-    Raises UserError if one of them raises, with its line, or if `grpo_loss` returns values of another shape.
+    Raises UserError if one of them raises, with its line, if `grpo_loss` returns values of another shape, or if what it
+    returns for all answers is not the sum of what it returns for some of them and for the others.
     """
     algo = cfg.algo
     samples = []
@@ -32,11 +35,10 @@ def run(cfg, flatten: Callable, add_advantages: Callable, loss_weights: Callable
         batch = add_advantages(samples, batch, algo, RewardConfig())
         batch = replace(batch, weights=loss_weights(batch, everyone, algo.loss_norm, cfg.norm_length))
 
-        mb = pack(batch, everyone, len(batch.tokens), "cpu")
-        logp_T = mb.rollout_logp[0].clone().requires_grad_()
-        loss, tokens, report = grpo_loss(mb, logp_T, -logp_T, algo)
-        returned = {"the loss sum": loss, "the number of tokens": tokens, **report}
-        wrong = {name: [*value.shape] for name, value in returned.items() if value.shape}
+        whole, again, evens, odds = [
+            loss_of(batch, numbers, grpo_loss, algo) for numbers in (everyone, everyone, everyone[::2], everyone[1::2])
+        ]
+        wrong = {name: [*value.shape] for name, value in whole.items() if value.shape}
     except UserError:
         raise
     except Exception as error:
@@ -47,3 +49,36 @@ def run(cfg, flatten: Callable, add_advantages: Callable, loss_weights: Callable
         raise UserError(f"{where}{type(error).__name__}: {error} (tried on six synthetic answers)") from error
 
     require(not wrong, f"grpo_loss returns the shapes {wrong}; each must be one number, a sum over the tokens")
+    for name in (LOSS, TOKENS):
+        if not are_close(whole[name], again[name]):
+            return  # it draws random numbers, so two calls say nothing of each other
+    for name in (TOKENS, LOSS):
+        parts = evens[name] + odds[name]
+        code = grpo_loss.__code__
+        require(
+            are_close(whole[name], parts),
+            f"{code.co_filename}, line {code.co_firstlineno}, in {code.co_name}: {name} of six synthetic answers is "
+            f"{whole[name]:g} in one micro-batch, but {evens[name]:g} + {odds[name]:g} in two. Return the sum over the "
+            "tokens and their number: use .sum() for .mean(), and divide by no number of tokens, answers or "
+            "micro-batches, since Megatron divides once. What needs the whole batch belongs in train_step",
+        )
+
+
+LOSS = "the loss sum"
+TOKENS = "the number of tokens"
+
+
+def loss_of(batch: Batch, numbers: list[int], grpo_loss: Callable, algo: AlgoConfig) -> dict[str, torch.Tensor]:
+    """What `grpo_loss` returns for the numbered answers in one micro-batch, by name. Log-probs have moved since they
+    were sampled, some of them out of the clip's range.
+    """
+    mb = pack(batch, numbers, int(batch.lengths_N[numbers].sum()), "cpu")
+    moved_T = 0.1 * (mb.tokens[0] - 2) - 0.1 * mb.position_ids[0]
+    logp_T = (mb.rollout_logp[0] + moved_T * mb.mask[0]).requires_grad_()
+    loss, tokens, report = grpo_loss(mb, logp_T, -logp_T, algo)
+    return {LOSS: loss, TOKENS: tokens, **report}
+
+
+def are_close(value, other) -> bool:
+    """Whether two sums differ by no more than their rounding."""
+    return torch.allclose(value.double(), other.double(), rtol=1e-5, atol=1e-5)
