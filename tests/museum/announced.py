@@ -3,6 +3,7 @@
 import sys
 
 import train_grpo
+from tests.museum.linear_attention import emulate
 
 train_step = train_grpo.train_step
 
@@ -14,4 +15,5 @@ def announced_step(run, step):
 
 if __name__ == "__main__":
     train_grpo.train_step = announced_step
+    emulate()
     sys.exit(train_grpo.main(sys.argv[1:]))

@@ -1,45 +1,9 @@
-"""The exhibits, and the options of their runs. test_museum.py runs them."""
+"""The exhibits. test_museum.py runs them."""
 
 from functools import partial
 
 from tests.museum import Exhibit
-
-# Options that all runs have: two replicas, two micro-batches each, one update a step.
-COMMON = (
-    "train.steps=3", "train.warmup_steps=0", "train.lr=0.001", "train.save_every=0", "rollout.prompts_per_step=4",
-    "rollout.group_size=4", "train.max_tokens_per_micro_batch=32", "train.logprob_max_tokens_per_micro_batch=48",
-)  # fmt: skip
-BF16 = ("model.dtype=bf16", "train.lr=1e-6")  # where log-probs cannot show one push
-# {setting: options besides COMMON}. {folder} is the folder of the tiny models and their data.
-SETTINGS = {
-    "plain": (),
-    "bf16": BF16,
-    "temperature": ("rollout.temperature=0.7",),
-    "two updates": ("train.updates_per_step=2", "algo.loss_norm=seq_mean_token_mean"),
-    "gspo": ("train.updates_per_step=2", "algo.loss=gspo"),
-    "kl": ("algo.kl_coef=0.1",),
-    "tis": ("algo.correction=tis", "algo.correction_high=0.5", "algo.correction_low=0.25"),
-    "no truncated": ("algo.mask_truncated=true",),
-    "warm-up": ("train.warmup_steps=10",),
-    "tp": ("parallel.tp=2",),
-    "cp": ("parallel.cp=2", "rollout.tp=1"),
-    "experts": ("model.path={folder}/experts", "parallel.ep=2"),
-    "balanced experts": ("model.path={folder}/experts", "megatron.moe_aux_loss_coeff=0.01"),
-    "lora": ("lora.rank=4", *BF16),
-    "turns": (
-        "data.train='123'", "data.custom=examples/tiny_turns.py:rows",
-        "rollout.turns=examples/tiny_turns.py:higher_or_lower",
-        "rollout.max_turns=2", "rollout.max_new_tokens=5", "reward.custom=examples/tiny_turns.py:won",
-    ),
-    "long prompts": ("data.train={folder}/long.jsonl", "data.max_prompt_tokens=300", "train.lr=0.003",
-                     "train.max_tokens_per_micro_batch=1024", "train.logprob_max_tokens_per_micro_batch=1024"),
-    "chat": ("model.path={folder}/chat", "data.chat_template=true", "data.max_prompt_tokens=16"),
-    "failing reward": ("reward.custom={folder}/failing.py:reward",),
-    "resumed": ("train.warmup_steps=10",),
-    "two epochs": ("data.train={folder}/few.jsonl", "rollout.prompts_per_step=8"),
-    "weighted": ("reward.by_source={reverse: {custom: 0.5, length: 0.25}}", "reward.options={length: {limit: 3}}"),
-    "evaluated": ("data.eval={folder}/few.jsonl", "train.eval_every=2", "eval.temperature=0.5"),
-}  # fmt: skip
+from tests.museum.unseen import UNSEEN
 
 # What errors say of the gap between trainer and vLLM, of old log-probs, a push, the trainer's own copies of a weight.
 GAP = "trainer and vLLM disagree"
@@ -281,4 +245,5 @@ EXHIBITS = {exhibit.name: exhibit for exhibit in [
     Exhibit("lr_ignored_at_resume", "a resumed run ignores the learning rate of its step",
         "megatron_bridge:optimizer_step", 'group["lr"] = lr', 'group.setdefault("lr", lr)', where="molt#130",
         setting="resumed", message="weights: "),
+    *UNSEEN,
 ]}  # fmt: skip

@@ -10,16 +10,27 @@ import sys
 from collections.abc import Iterator
 
 import make_tiny
+import pyarrow.parquet
 
 from oracle.repeat import repeat
 from oracle.run import read_run
 from tests.conftest import REPO, ForkedTraining, write_rows
 from tests.museum import VARIABLE, Exhibit
-from tests.museum.exhibits import COMMON, EXHIBITS, SETTINGS
+from tests.museum.exhibits import EXHIBITS
 from tests.museum.forks import FORKS
+from tests.museum.settings import COMMON, SETTINGS
 
 PAGE = REPO / "docs/dev/museum.md"
-CHAT = "{% for message in messages %}<{{ message['content'] }}{% endfor %}="  # a template with a header and an end
+# A template with a header, and with an opening of the answer
+CHAT = "{% for message in messages %}<{{ message['content'] }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
+LINEAR = {  # the sizes of linear attention that vLLM can compute on a CPU
+    "hidden": 128, "ffn": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+}  # fmt: skip
+MODELS = {  # name → family, options of make_tiny.save_model
+    "model": ("qwen2", {}), "experts": ("qwen3_moe", {}), "chat": ("qwen2", {}), "norms": ("qwen3", {}),
+    "untied": ("qwen2", {"tied": False}), "deep": ("qwen2", {"layers": 4}), "qwen3.5": ("qwen3_5_text", LINEAR),
+}  # fmt: skip
 # A reward that fails for some of the answers.
 FAILING = """
 def reward(text, answer, row):
@@ -47,12 +58,14 @@ class Outcome:
 def write_models(folder):
     """Write the tiny models of SETTINGS, and their data, into `folder`."""
     tokenizer = make_tiny.char_tokenizer("0123456789>+-=<.")  # with <eos> and <pad> an even number, for tp
-    for name, family in (("model", "qwen2"), ("experts", "qwen3_moe"), ("chat", "qwen2")):
-        make_tiny.save_model(folder / name, tokenizer, family, hidden=64)
+    for name, (family, options) in MODELS.items():
+        make_tiny.save_model(folder / name, tokenizer, family, **{"hidden": 64} | options)
     (folder / "chat/chat_template.jinja").write_text(CHAT)
     rows = make_tiny.reversal_rows(3, 200, seed=0)
     write_rows(folder / "train.jsonl", rows)
     write_rows(folder / "few.jsonl", rows[-10:])
+    write_rows(folder / "lengths.jsonl", [{**row, "prompt": row["prompt"][n % 3 :]} for n, row in enumerate(rows)])
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "train.parquet")
     write_rows(folder / "long.jsonl", [{**row, "prompt": row["prompt"] * 50} for row in rows[:4]])
     (folder / "failing.py").write_text(FAILING)
 
@@ -76,11 +89,15 @@ class Museum:
 
     def run(self, setting, mutant=""):
         """Train three steps with the options of a setting, and with an exhibit or without."""
-        options = [option.replace("{folder}", str(self.folder)) for option in SETTINGS[setting]]
-        if setting == "resumed":
-            shutil.copytree(self.saved(), self.out(setting, mutant))
+        options = self.options(setting)
+        if setting.endswith("resumed"):
+            shutil.copytree(self.saved(setting), self.out(setting, mutant))
             options += ["resume=auto", "train.steps=6"]
         return self.train(setting, options, mutant)
+
+    def options(self, setting):
+        """The options of a setting besides COMMON."""
+        return [option.replace("{folder}", str(self.folder)) for option in SETTINGS[setting]]
 
     def check(self, setting, mutant=""):
         """What `make check` says of the folder of a run."""
@@ -104,11 +121,11 @@ class Museum:
         """The output folder of a run."""
         return self.folder / re.sub(r"\W", "_", f"{setting}_{mutant}")
 
-    def saved(self):
-        """The folder of a healthy run of three steps, made once."""
-        folder = self.out("saved", "")
+    def saved(self, setting):
+        """The folder of a healthy run of three steps of a setting that is resumed, made once."""
+        folder = self.out(f"saved, {setting}", "")
         if not folder.exists():
-            outcome = self.train("saved", [*SETTINGS["resumed"], "train.save_every=3"], "")
+            outcome = self.train(f"saved, {setting}", [*self.options(setting), "train.save_every=3"], "")
             assert outcome.seen == "nothing", outcome.text
         return folder
 

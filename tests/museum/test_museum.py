@@ -7,8 +7,9 @@ from config import TrainingError
 from grpo.parts.data import prompts
 from tests.conftest import refused, tiny_config
 from tests.museum import runs
-from tests.museum.exhibits import EXHIBITS, SETTINGS
+from tests.museum.exhibits import EXHIBITS
 from tests.museum.forks import FORKS
+from tests.museum.settings import SETTINGS
 
 
 @pytest.mark.parametrize("exhibit", EXHIBITS.values(), ids=EXHIBITS)

@@ -8,7 +8,7 @@ import pytest
 from oracle.repeat import repeat
 from oracle.run import read_run
 from tests.conftest import tiny_model
-from tests.museum.exhibits import SETTINGS
+from tests.museum.settings import SETTINGS
 
 COMMON = (
     "train.steps=3", "train.lr=0.003", "train.warmup_steps=2", "train.save_every=0", "train.export_every=1",
