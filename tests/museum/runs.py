@@ -47,7 +47,7 @@ class Outcome:
 
     seen: str  # one of RANKING
     step: int  # of this start, in which the run ended; 0: before any
-    message: str  # of its error; of a check the item and what parts; of a test its id
+    message: str  # of its error; of a check the item and what parts, or what was not judged; of a test its id
     text: str = dataclasses.field(default="", repr=False)  # all that was printed
     parted: set = frozenset()  # the items that part by a check
 
@@ -101,9 +101,13 @@ class Museum:
 
     def check(self, setting, mutant=""):
         """What `make check` says of the folder of a run."""
-        report = repeat(read_run(self.out(setting, mutant)))
-        parted = set(report.parted())
-        return Outcome("check" if parted else "nothing", 0, report.first, report.table(), parted)
+        try:
+            report = repeat(read_run(self.out(setting, mutant)))
+        except ValueError as error:  # a folder that cannot be judged
+            return Outcome("check", 0, str(error))
+        code, words = report.verdict()
+        message = words if code == 3 else report.first
+        return Outcome("check" if code == 1 else "nothing", 0, message, report.table(), set(report.parted()))
 
     def fork(self, name):
         """What stopped a run of a fork of FORKS or its resume, or else what `make check` says of it."""
