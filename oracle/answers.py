@@ -17,22 +17,33 @@ from oracle.trainer import scored
 
 def judge_order(state, rows):
     """The prompt of each group against the order of the data. Returns {group: its Prompt of the data, or None}."""
-    groups = {row["group"]: tuple(row["prompt_ids"]) for row in rows}
+    groups = {row["group"]: row for row in rows}
     state.taken += len(groups)
     if not any(len(each) for each in state.sets):
         state.report.note("order", "there are no data")
         return {}
 
     prompts = {}
-    for group, ids in sorted(groups.items()):
+    for group, row in sorted(groups.items()):
         chosen, number = next(state.stream)
         prompt = state.sets[chosen][number]
         problem = ""
-        if tuple(prompt.ids) != ids:
-            prompt = state.by_prompt.get(ids)
-            problem = f"group {group} has the prompt {state.tokenizer.decode(ids)[-40:]!r}, not number {number}"
+        if prompt.ids != row["prompt_ids"]:
+            prompt = state.by_prompt.get(tuple(row["prompt_ids"]))
+            problem = (
+                f"group {group} has the prompt {state.tokenizer.decode(row['prompt_ids'])[-40:]!r}, not number {number}"
+            )
+        elif prompt.source != row["source"]:
+            problem = f"group {group} has the source {row['source']!r}, its row {prompt.source!r}"
+        if problem and state.late:
+            state.sets = []
+            state.report.note("order", state.late)
+            return {}
+
         prompts[group] = prompt
         state.report.say("order", problem)
+        if prompt and prompt.asked != row.get("asked"):
+            state.report.say("teacher", f"the prompt of group {group} with its hint is not that of its row")
     return prompts
 
 
@@ -154,6 +165,8 @@ def judge_parts(state, row, prompt, parts):
     texts = [state.tokenizer.decode(ids, skip_special_tokens=True) for ids in turns]
     found = state.grader.parts(row, prompt, texts, has_ended(state, turns[-1], state.cfg.rollout))
     given = f"{row['reward']:g} for {row['text'][:40]!r}"
+    if state.late and found != parts:
+        return report.note("rewards", f"some: {state.late}")
 
     if isinstance(found, str):  # no reward, but what went wrong
         if state.grader.has_returned:
@@ -195,6 +208,8 @@ def judge_evaluation(state, rows):
     if not prompts:
         report.note("order", "of an evaluation: there are no data")
     elif groups != {group: prompt.ids for group, prompt in prompts.items()}:
+        if state.late:
+            return report.note("order", f"of an evaluation: {state.late}")
         report.say("order", "the prompts of an evaluation are not those of data.eval")
     judge_rewards(state, rows, prompts, buffer=0)
 

@@ -2,9 +2,12 @@
 
 import itertools
 from functools import cached_property
+from pathlib import Path
 
-from grpo.parts.data.prompts import Mixture, load_prompts, load_tokenizer
+import transformers
+
 from oracle import algorithm, formulas
+from oracle.data import files_of, read_sets
 from oracle.grading import Grader
 from oracle.models import end_tokens
 from oracle.report import Report
@@ -47,18 +50,16 @@ class State:
         self.trainer = self.read("the model or the teacher", lambda: Trainer(self.cfg))
         folders = [str(path) for path in sorted(run.folder.glob("hf/step_*"))] + [self.cfg.model.path]
         folder = self.trainer.folder if self.trainer else folders[0]
-        self.tokenizer = self.read("the tokenizer", lambda: load_tokenizer(folder))
+        self.tokenizer = self.read("the tokenizer", lambda: transformers.AutoTokenizer.from_pretrained(folder))
         self.ends = self.read("the end tokens", lambda: end_tokens(folder, self.tokenizer)) or set()
 
         # The data.
-        prompts = self.prompts_of("train")
-        self.sets = [prompts]
-        weights = [1]
-        if isinstance(prompts, Mixture):
-            self.sets = prompts.sets
-            weights = prompts.weights
+        weights, self.sets = zip(*self.read_data("train", folder), strict=True)
         self.stream = algorithm.order_of([len(each) for each in self.sets], weights, self.cfg.seed)
-        self.eval_prompts = self.prompts_of("eval")
+        ((_, self.eval_prompts),) = self.read_data("eval", folder)
+        written = (run.folder / "rollouts/step_000001.jsonl").stat().st_mtime
+        late = [file for file in files_of(self.cfg.data) if Path(file).stat().st_mtime > written]
+        self.late = f"{late[0]} is newer than the answers of step 1" if late else ""
 
         # What is known of the run's weights.
         self.has_moments = True  # whether the optimizer's state is the run's
@@ -74,15 +75,12 @@ class State:
         except Exception as error:  # of transformers, the hub, a reader of data, the user's own
             self.report.remarks.append(f"{what} cannot be read: {' '.join(str(error).split())[:160]}")
 
-    def prompts_of(self, key):
-        """The prompts of data.train or data.eval; empty where there are none, or no tokenizer."""
-        value = getattr(self.cfg.data, key)
-        data = self.cfg.data
-        if self.tokenizer is None or value is None:
-            return []
-        if key == "eval":  # read as a data.train of its own, so that a mistake between the two shows
-            data = data.model_copy(update={"train": value, "hint_key": None})
-        return self.read(f"data.{key}", lambda: load_prompts(data, self.tokenizer, 2**31 - 1)) or []
+    def read_data(self, key, folder):
+        """(weight, prompts) of each set of data.train or data.eval; an empty one without data or tokenizer."""
+        found = None
+        if self.tokenizer is not None and getattr(self.cfg.data, key) is not None:
+            found = self.read(f"data.{key}", lambda: read_sets(self.cfg.data, key, self.tokenizer, folder))
+        return found or [(1, [])]
 
     @cached_property
     def by_prompt(self):
