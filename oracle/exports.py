@@ -2,8 +2,11 @@
 
 import json
 import math
+from collections import Counter
 
 from oracle.models import rounded
+
+ELEMENTS = 32  # of a tensor that make the most of its way, so that rounding averages out
 
 
 def judge_exports(state, step):
@@ -23,10 +26,11 @@ def judge_exports(state, step):
         report.say("adapters", f"alpha / r: {scale:g}, not {own:g}" if scale != own else "")
 
     if not state.unknown:
-        judge_weights(report, "weights", weights, trainer.current(), trainer.start())
+        judge_weights(report, "weights", weights, trainer.current(), trainer.start(), trainer.before())
         if adapter is not None:
-            ours, first = ({n: rounded(w, trainer.dtype) for n, w in x.items()} for x in (trainer.main, trainer.first))
-            judge_weights(report, "adapters", trained, ours, first)
+            sets = trainer.main, trainer.first, trainer.previous
+            ways = [{n: rounded(w, trainer.dtype) for n, w in weights.items()} for weights in sets]
+            judge_weights(report, "adapters", trained, *ways)
     elif trainer.main.keys() == trained.keys():
         trainer.restart(trained)
         state.unknown = ""
@@ -34,18 +38,49 @@ def judge_exports(state, step):
         report.note("weights", "ours are an export's where the run's were unknown")
 
 
-def judge_weights(report, item, theirs, ours, first):
-    """The distance of the run's weights from ours, as a share of how far ours moved from the first."""
+def judge_weights(report, item, theirs, ours, first, previous):
+    """The run's weights against ours: their distance as a share of how far ours moved from the `first`, then how much
+    of that way, and of our last update from the `previous` weights, the run made. There rounding averages out.
+    """
     if theirs.keys() != ours.keys():
         return report.say(item, f"only one side has {sorted(theirs.keys() ^ ours.keys())[:3]}")
-    apart = distance(theirs, ours)
-    moved = distance(first, ours)
-    report.check(item, f"export: {item}", apart / moved if moved else apart, 0.0)
+
+    # Squares and products of three ways: the run's and ours from the first weights, and our last update.
+    sums = Counter()
+    for name, weight in ours.items():
+        own = (weight - first[name]).double().flatten()
+        way = (theirs[name] - first[name]).double().flatten()
+        last = (weight - previous[name]).double().flatten()
+        judge_tensor(report, item, name, way, own)
+        for product, (one, other) in {
+            "ours²": (own, own), "theirs·ours": (way, own), "theirs²": (way, way), "last²": (last, last),
+            "apart·last": (way - own, last),
+        }.items():  # fmt: skip
+            sums[product] += (one @ other).item()
+
+    moved = sums["ours²"]
+    apart = math.sqrt(max(moved - 2 * sums["theirs·ours"] + sums["theirs²"], 0))
+    report.check(item, f"export: {item}", apart / math.sqrt(moved) if moved else apart, 0.0)
+    if moved:
+        back = sums["theirs·ours"] / sums["theirs²"] if sums["theirs²"] else 0.0
+        report.check(item, f"slope: {item} on ours", sums["theirs·ours"] / moved, 1.0)
+        report.check(item, f"slope: ours on {item}", back, 1.0)
+    if sums["last²"]:
+        report.check(item, f"slope: {item} on our last update", 1 + sums["apart·last"] / sums["last²"], 1.0)
 
 
-def distance(one, other):
-    """The norm of the difference between two sets of weights."""
-    return math.sqrt(sum((one[name] - other[name]).double().pow(2).sum().item() for name in other))
+def judge_tensor(report, item, name, way, own):
+    """Whether a tensor moved about as far as ours, by the ways [elements] of both. A gradient that is nothing but
+    rounding, as of the biases of keys, moves it elsewhere, but as far.
+    """
+    squares = own.pow(2)
+    moved = squares.sum().item()
+    if moved**2 < ELEMENTS * (squares @ squares).item() or not moved:
+        return
+    size = way.norm().item() / math.sqrt(moved)
+    slope = (way @ own).item() / moved
+    is_off = not 0.5 < size < 2
+    report.say(item, f"{name} moved {size:.2f} times as far as ours, {slope:.2f} times our way" if is_off else "", 0)
 
 
 def judge_checkpoint(state, step):

@@ -87,7 +87,7 @@ class Trainer:
 
     def restart(self, weights):
         """Go on with other weights, and a new optimizer."""
-        self.main = weights
+        self.main = self.previous = weights
         t = self.cfg.train
         betas = (t.adam_beta1, t.adam_beta2)
         eps = self.cfg.megatron.get("adam_eps", 1e-8)
@@ -99,6 +99,10 @@ class Trainer:
         if not self.frozen:
             return values
         return merge_factors(self.frozen, values, self.cfg.lora, self.dtype)
+
+    def before(self):
+        """The weights that the model computed with before the last update."""
+        return self.current({name: rounded(weight, self.dtype) for name, weight in self.previous.items()})
 
     # ---------------------------------------------------------------- a step
 
@@ -157,6 +161,7 @@ class Trainer:
         """AdamW's step with the gradient in `main`, of this norm."""
         clip = self.cfg.train.clip_grad or math.inf
         if norm > 0:
+            self.previous = {name: weight.detach().clone() for name, weight in self.main.items()}
             torch.nn.utils.clip_grads_with_norm_(self.main.values(), clip, torch.tensor(norm))
             self.optimizer.param_groups[0]["lr"] = lr
             self.optimizer.step()

@@ -16,10 +16,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
+import transformers
 
 from oracle.repeat import repeat
 from oracle.report import ITEMS
 from oracle.run import read_run
+from oracle.twin import judge_twins, torchrun
 
 
 def main(argv) -> int:
@@ -27,6 +29,7 @@ def main(argv) -> int:
     parser.add_argument("run", type=Path, help="the output_dir of a run")
     parser.add_argument("--mine", default="", help=f"items that your fork changes (docs/check.md): {', '.join(ITEMS)}")
     parser.add_argument("--steps", type=int, help="only this many steps, from the first")
+    parser.add_argument("--no-twin", action="store_true", help="do not start the twins of a run in half precision")
     args = parser.parse_args(argv)
 
     mine = [name.strip() for name in args.mine.split(",") if name.strip()]
@@ -35,6 +38,7 @@ def main(argv) -> int:
             print(f"--mine {name}: there is no such item; it must be one of {', '.join(ITEMS)}")
             return 2
 
+    transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     try:
         run = read_run(args.run, args.steps)
@@ -43,7 +47,13 @@ def main(argv) -> int:
         print(" ".join(str(error).split()))
         return 2
     code, words = report.verdict(mine)
-    print(f"{report.table(mine)}\n\n{args.run}, {len(run.steps)} steps: {words}")
+    print(report.table(mine))
+    for twin in judge_twins(run, None if args.no_twin else torchrun):
+        its_code, its_words = twin.verdict(mine)
+        print(f"{twin.name:14}{its_words}")
+        code = 1 if 1 in (code, its_code) else max(code, its_code)
+        words += f"; {twin.name} {('agrees', 'PARTS', '', 'not judged')[its_code]}"
+    print(f"\n{args.run}, {len(run.steps)} steps: {words}")
     return code
 
 

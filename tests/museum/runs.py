@@ -8,12 +8,14 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 
 import make_tiny
 import pyarrow.parquet
 
 from oracle.repeat import repeat
 from oracle.run import read_run
+from oracle.twin import judge_twins
 from tests.conftest import REPO, ForkedTraining, write_rows
 from tests.museum import VARIABLE, Exhibit
 from tests.museum.exhibits import EXHIBITS
@@ -102,12 +104,27 @@ class Museum:
     def check(self, setting, mutant=""):
         """What `make check` says of the folder of a run."""
         try:
-            report = repeat(read_run(self.out(setting, mutant)))
+            run = read_run(self.out(setting, mutant))
+            report = repeat(run)
         except ValueError as error:  # a folder that cannot be judged
             return Outcome("check", 0, str(error))
+
         code, words = report.verdict()
         message = words if code == 3 else report.first
-        return Outcome("check" if code == 1 else "nothing", 0, message, report.table(), set(report.parted()))
+        text = report.table()
+        parted = set(report.parted())
+        for twin in [] if code == 1 else judge_twins(run, partial(self.start_twin, mutant)):
+            code, words = twin.verdict()
+            text += f"\n{twin.name}: {words}"
+            if code == 1:
+                parted.add(twin.name)
+                message = f"{twin.name}: {words}"
+        return Outcome("check" if parted else "nothing", 0, message, text, parted)
+
+    def start_twin(self, mutant, config, ranks, printed):
+        """Train a twin with an exhibit or without; the exit code."""
+        settings = {"nproc": ranks, VARIABLE: mutant}
+        return self.server.run(printed, REPO / "tests/museum/announced.py", "--config", str(config), **settings)
 
     def fork(self, name):
         """What stopped a run of a fork of FORKS or its resume, or else what `make check` says of it."""

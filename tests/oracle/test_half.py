@@ -1,0 +1,125 @@
+"""What bf16 and fp16 hide is found: by twins in fp32, and by how far weights went along the way they should go."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from grpo.parts.base.read_config import load_config
+from grpo.run.preflight import configuration
+from oracle import twin
+from oracle.exports import judge_weights
+from oracle.report import ITEMS, Report
+from oracle.run import Recorded
+from tests import hub_models
+from tests.conftest import tiny_config, tiny_model, write_rows
+
+
+def report_in(dtype):
+    """The report of a run in this dtype."""
+    return Report(Recorded(Path(), tiny_config(f"model.dtype={dtype}"), {}, [1], []))
+
+
+LAYOUTS = {  # of a dense model and of one with experts
+    False: ({}, {"tp": 2}, {"tp": 2, "pp": 2, "vpp": 2}, {"tp": 2, "cp": 2}),
+    True: ({}, {"ep": 4, "etp": 2}, {"tp": 2, "pp": 4}),
+}
+
+
+@pytest.mark.parametrize("name", hub_models.SHAPES)
+def test_a_twin_is_small_and_the_layouts_of_its_run_divide_it(name, tmp_path):
+    config = transformers.AutoConfig.from_pretrained(hub_models.model_folder(name, tmp_path)).get_text_config()
+    for layout in LAYOUTS[hasattr(config, "num_experts")]:
+        cfg = tiny_config(*[f"parallel.{key}={value}" for key, value in layout.items()])
+        small = twin.small_config(config, cfg)
+        small.architectures = [transformers.AutoModelForCausalLM._model_mapping[type(small)].__name__]
+        configuration.check_layout(small, cfg.parallel, cfg.rollout.tp)
+        configuration.check_stages(small.num_hidden_layers, cfg)
+        assert {*(getattr(small, "layer_types", None) or [])} == {*(getattr(config, "layer_types", None) or [])}
+        assert (small.vocab_size, small.tie_word_embeddings) == (config.vocab_size, config.tie_word_embeddings)
+        assert small.num_hidden_layers <= 4 and small.hidden_size <= 512
+
+
+def test_a_twin_has_the_configuration_of_its_run_but_what_makes_it_small(tmp_path):
+    tiny_model(tmp_path / "model", "qwen3_moe", hidden=64)
+    cfg = tiny_config(
+        f"model.path={tmp_path}/model", "model.dtype=fp16", "algo.loss=gspo", "lora.rank=4", "train.updates_per_step=8",
+        "rollout.prompts_per_step=16", "parallel.ep=2", "algo.overlong_buffer=40", "rollout.max_new_tokens=100",
+    )  # fmt: skip
+    (tmp_path / "rollouts").mkdir()
+    write_rows(tmp_path / "rollouts/step_000001.jsonl", [{"prompt_ids": [1] * length} for length in (3, 5, 9)])
+
+    seen = []
+    twins = twin.judge_twins(Recorded(tmp_path, cfg, {}, [1], []), lambda *given: seen.append(read(*given)) or 1)
+    assert [(one.name, one.missing) for one in twins] == [("twin in fp32", "no GPU"), ("twin in fp16", "no GPU")]
+    (small, model, ranks), _ = seen
+    assert ranks % 2 == 0 and small.model.dtype == "fp32" and model["num_hidden_layers"] == 2
+    assert (small.algo.loss, small.lora, small.parallel) == (cfg.algo.loss, cfg.lora, cfg.parallel)
+    assert (small.rollout.prompts_per_step, small.data.max_prompt_tokens, small.algo.overlong_buffer) == (8, 5, 16)
+
+
+def read(config, ranks, printed):
+    """What a starter is given, a configuration that keeps all rules; it prints an error."""
+    printed.write_text("error: no GPU\n")
+    cfg = load_config(str(config), [])
+    configuration.check_config(cfg, ranks)
+    return cfg, json.loads((config.parent / "model/config.json").read_text()), ranks
+
+
+def test_what_a_twin_says():
+    report = report_in("fp32")
+    for item in ITEMS:
+        report.say(item)
+    one = twin.Twin("twin in fp32", report)
+    assert one.verdict() == (0, f"agrees: {len(ITEMS)}")
+    report.check("gradient", "grad_norm", 1.3, 1.0)
+    assert (one.verdict()[0], one.verdict(["gradient"])) == (1, (0, f"yours: gradient; agrees: {len(ITEMS) - 1}"))
+    assert twin.Twin("", fault="step 1: they disagree").verdict() == (
+        1,
+        "PARTS: its run ended in step 1: they disagree",
+    )
+    assert twin.Twin("", missing="no vLLM").verdict() == (3, "not judged: no vLLM")
+
+
+# ---------------------------------------------------------------- the way of weights
+
+
+UPDATES = 20
+
+
+def weights_in_bf16(ways):
+    """Two tensors after some updates from the same initial weights, rounded to bf16."""
+    torch.manual_seed(0)
+    found = {name: torch.randn(4000) * 0.06 for name in ("one", "other")}
+    for way in ways:
+        found = {name: w + way[name] for name, w in found.items()}
+    return {name: w.bfloat16().float() for name, w in found.items()}
+
+
+def updates(scale=1.0, **factors):
+    """Updates by a learning rate, of a scale; factors are of one tensor."""
+    generator = torch.Generator().manual_seed(1)
+    ways = []
+    for _ in range(UPDATES):
+        signs = {name: torch.randn(4000, generator=generator).sign() for name in ("one", "other")}
+        ways.append({name: w * 1e-3 * scale * factors.get(name, 1.0) for name, w in signs.items()})
+    return ways
+
+
+PLANTED = {  # updates of a run → what parts
+    "healthy": (updates(), ""),
+    "a learning rate 1.3 times too high": (updates(1.3), "slope: weights on ours"),
+    "one update behind": (updates()[:-1], "slope: weights on our last update: the run has 0,"),
+    "a tensor that never moves": (updates(other=0.0), "other moved 0.00 times as far as ours"),
+}
+
+
+@pytest.mark.parametrize("bug", PLANTED)
+def test_weights_are_projected_on_the_way_that_ours_went(bug):
+    made, message = PLANTED[bug]
+    report = report_in("bf16")
+    ours, first, previous = weights_in_bf16(updates()), weights_in_bf16([]), weights_in_bf16(updates()[:-1])
+    judge_weights(report, "weights", weights_in_bf16(made), ours, first, previous)
+    assert message in report.first if message else not report.parted(), report.table()
