@@ -40,6 +40,7 @@ class Trace:
     # With rollout.turns:
     turns: list[int] = dataclasses.field(default_factory=list)  # tokens of the model, the environment, the model, ...
     columns: dict = dataclasses.field(default_factory=dict)  # added to the row of the data that the reward gets
+    ended: str = ""  # why it did: done (says the environment), max_turns, limit (of tokens), timeout or error
     failure: object | None = None  # of the environment, a grading.Outcome; such an answer is not graded
 
 

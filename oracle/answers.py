@@ -10,6 +10,7 @@ import torch
 
 from oracle import formulas
 from oracle.algorithm import seed_of
+from oracle.sampling import Bets
 from oracle.trainer import scored
 
 # ---------------------------------------------------------------- order
@@ -74,45 +75,69 @@ def judge_requests(state, row, number, sampling, limit):
     """What SamplingParams said for each turn of an answer, the `number`-th of its group."""
     if not row.get("sampling"):
         return state.report.note("sampling", "not recorded")
-    wanted = {"temperature": sampling.temperature, "stop": sampling.stop}
-    if sampling.temperature:  # else vLLM takes the likeliest token, whatever top_p and top_k say
-        wanted |= {"temperature": max(sampling.temperature, 0.01), "top_p": sampling.top_p, "top_k": sampling.top_k}
-    if state.ends:  # of which vLLM adds some
-        wanted["stop_token_ids"] = {*sampling.stop_token_ids, *state.ends}
-
-    starts = [0, *accumulate(row["turns"])]
+    wanted = requests_of(state, row, number, sampling, limit)
     wrong = []
-    if len(row["sampling"]) != len(row["turns"][::2]):
+    if len(row["sampling"]) != len(wanted):
         wrong.append(f"{len(row['sampling'])} requests")
-    for turn, given in enumerate(row["sampling"]):
-        wanted["max_tokens"] = limit - starts[2 * turn]
-        wanted["seed"] = row["seed"]
-        if turn:
-            wanted["seed"] = seed_of(row["seed"], number, turn)
-        elif state.cfg.rollout.turns:  # else there is one request for the whole group
-            wanted["seed"] += number
+    for given, settings in zip(row["sampling"], wanted, strict=False):
+        if not state.cfg.rollout.turns:  # there is one request for the whole group
+            settings |= {"seed": row["seed"]}
         given = given | {"stop_token_ids": {*given["stop_token_ids"], *state.ends}}
-        for name, right in wanted.items():
+        for name, right in settings.items():
             if given.get(name) != right:
                 wrong.append(f"{name}={given.get(name)}, not {right}")
     state.report.say("sampling", wrong and f"group {row['group']}, answer {number}: {'; '.join(wrong)}")
+
+
+def requests_of(state, row, number, sampling, limit):
+    """The settings of vLLM for each turn of an answer, the `number`-th of its group, with the seed of this answer."""
+    settings = {"temperature": sampling.temperature, "stop": sampling.stop}
+    if sampling.temperature:  # else vLLM takes the likeliest token, whatever top_p and top_k say
+        settings |= {"temperature": max(sampling.temperature, 0.01), "top_p": sampling.top_p, "top_k": sampling.top_k}
+    if state.ends:  # of which vLLM adds some
+        settings["stop_token_ids"] = {*sampling.stop_token_ids, *state.ends}
+
+    found = []
+    for turn, start in enumerate([0, *accumulate(row["turns"])][:-1:2]):
+        seed = seed_of(row["seed"], number, turn) if turn else row["seed"] + number
+        found.append(settings | {"max_tokens": limit - start, "seed": seed})
+    return found
 
 
 def answer_problem(state, row, sampling, limit):
     """What is wrong with the length, the end or the text of an answer; empty if nothing is."""
     length = len(row["response_ids"])
     finished = row["finished"]
-    has_turns = state.cfg.rollout.turns
-    # With turns the limit may also cut what the environment replies.
-    if length > limit or (not finished and not has_turns and length < limit):
+    turns = turns_of(row)[::2]
+    *before, last = [has_ended(state, ids, sampling) for ids in turns]
+    if length > limit or (not last and length < limit):
         return f"it has {length} tokens, the limit is {limit}, finished is {finished}"
-    *before, last = [has_ended(state, ids, sampling) for ids in turns_of(row)[::2]]
-    if finished != last and (finished or not has_turns):
+    # With turns the limit may also leave no room for what the environment replies.
+    may_be_cut = state.cfg.rollout.turns and row.get("ended", "limit") == "limit"
+    if finished != last and (finished or not may_be_cut):
         return f"finished is {finished}, but the last token {row['response_ids'][-1]} says otherwise"
+    ends = {*state.ends, *sampling.stop_token_ids}
+    if inside := [token for ids in turns for token in ids[:-1] if token in ends]:
+        return f"the end token {inside[0]} is inside of a turn"
+    if problem := end_problem(state, row, len(turns), last):
+        return problem
     text = state.tokenizer.decode(row["response_ids"], skip_special_tokens=True)
     if text != row["text"]:
         return f"graded text is {row['text'][:40]!r}, the tokens say {text[:40]!r}"
     return "" if all(before) else "a turn before the last did not end"
+
+
+def end_problem(state, row, count, is_ended):
+    """Whether a conversation of `count` turns of the model ended as it says; empty if so, or if it says nothing."""
+    if not state.cfg.rollout.turns:
+        return ""
+    if "ended" not in row:
+        return state.report.note("answers", "not recorded: why a conversation ended")
+    possible = {
+        "done": is_ended, "max_turns": is_ended and count == state.cfg.rollout.max_turns,
+        "limit": not row["finished"], row["graded"]: row["graded"] != "ok",
+    }  # fmt: skip
+    return "" if possible.get(row["ended"]) else f"it ended by {row['ended']!r} after {count} turns"
 
 
 def has_ended(state, ids, sampling):
@@ -130,6 +155,14 @@ def turns_of(row):
     """The tokens of each turn, of model, environment, model, ..."""
     ends = accumulate(row["turns"])
     return [row["response_ids"][end - length : end] for end, length in zip(ends, row["turns"], strict=True)]
+
+
+def judge_odds(state, answers, replaced):
+    """Whether a step's answers look drawn from our probabilities; rows that were `replaced` are not trained."""
+    others = [scored(row, state.cfg) for row in replaced]
+    state.trainer.score(others, "before", state.values["temperature"])
+    state.bets.add(sorted([*answers, *others], key=lambda a: a.row["group"]), state.ends)
+    state.report.say("sampling", state.bets.won(), sum(len(a.sampled) for a in answers + others))
 
 
 # ---------------------------------------------------------------- rewards and groups
@@ -163,7 +196,7 @@ def judge_parts(state, row, prompt, parts):
     report = state.report
     turns = turns_of(row)
     texts = [state.tokenizer.decode(ids, skip_special_tokens=True) for ids in turns]
-    found = state.grader.parts(row, prompt, texts, has_ended(state, turns[-1], state.cfg.rollout))
+    found, reply = state.grader.parts(row, prompt, texts, has_ended(state, turns[-1], state.cfg.rollout))
     given = f"{row['reward']:g} for {row['text'][:40]!r}"
     if state.late and found != parts:
         return report.note("rewards", f"some: {state.late}")
@@ -177,6 +210,22 @@ def judge_parts(state, row, prompt, parts):
         report.say("rewards", f"the run gave {given}, with the parts {parts}, here: {found}")
     else:
         report.check("rewards", f"reward, {given}", [parts[name] for name in found], [*found.values()])
+        problem = "ended" in row and reply_problem(state, row, reply)
+        report.say("answers", problem and f"a conversation of group {row['group']}: {problem}")
+
+
+def reply_problem(state, row, reply):
+    """Whether the environment's last reply, None for the end, contradicts why a conversation ended; empty if not."""
+    turn = turns_of(row)[-1]
+    if not has_ended(state, turn, state.cfg.rollout):
+        return ""
+    if (reply is None) != (row["ended"] == "done"):
+        return f"it ended by {row['ended']!r}, but the environment replies {reply!r}"
+    if row["ended"] != "limit" or state.cfg.data.chat_template:  # a template adds tokens to the reply
+        return ""
+    length = len(row["response_ids"]) + len(state.tokenizer(reply, add_special_tokens=False)["input_ids"])
+    limit = row["sampling"][0]["max_tokens"]
+    return f"with the reply it has {length} tokens, so it need not end at {limit}" if length < limit else ""
 
 
 def judge_groups(state, rows, trained):
@@ -220,3 +269,6 @@ def judge_evaluation(state, rows):
         theirs = torch.cat([a.rollout for a in answers])
         ours = torch.cat([a.before for a in answers])
         report.check("log-probs", "token: rollout_logp", theirs, ours)
+        bets = Bets()  # evaluations have the same random numbers, which are no neighbours
+        bets.add(answers, state.ends)
+        report.say("sampling", bets.won(), len(ours))

@@ -18,30 +18,31 @@ class Grader:
         self.has_returned = False
 
     def parts(self, answer, prompt, turns, ended):
-        """The weighted parts of the answer's reward. If the user's code raised, the last line of its error.
+        """The weighted parts of the answer's reward, or the last line of an error that the user's code raised; and what
+        the environment replies to the last turn.
 
         `turns` are the texts of model, environment, model, ..., and `ended` says whether the last ended by itself.
         """
         try:
-            row = self.converse(prompt.row, turns[::2], ended)
+            row, reply = self.converse(prompt.row, turns[::2], ended)
             row = json.loads(json.dumps(row, default=str))
             if self.cfg.rollout.turns:
                 # The tokens have, besides, what the chat template adds.
-                for reply, tokens in zip(row["turns"][1::2], turns[1::2], strict=True):
-                    if "".join(reply.split()) not in "".join(tokens.split()):
+                for said, tokens in zip(row["turns"][1::2], turns[1::2], strict=True):
+                    if "".join(said.split()) not in "".join(tokens.split()):
                         self.has_returned = True
-                        return f"the environment says {reply!r}, its tokens {tokens!r}"
+                        return f"the environment says {said!r}, its tokens {tokens!r}", None
 
             spec = self.cfg.reward.by_source.get(answer["source"], self.cfg.reward.default)
             if isinstance(spec, str):
-                return self.grade(spec, answer, prompt, row)
+                return self.grade(spec, answer, prompt, row), reply
             parts = {}
             for name, weight in spec.items():
                 for part, value in self.grade(name, answer, prompt, row).items():
                     parts[name if part == "reward" else f"{name}/{part}"] = weight * value
-            return parts
+            return parts, reply
         except Exception as error:  # of the user's code
-            return user_code.last_line(error)
+            return user_code.last_line(error), None
 
     def grade(self, name, answer, prompt, row):
         """The parts that one reward function gives, without parts of None."""
@@ -52,18 +53,17 @@ class Grader:
         return {str(part): float(value) for part, value in found.items() if value is not None}
 
     def converse(self, row, said, ended):
-        """The row that the reward of a conversation gets: with its turns and its state."""
+        """The row that the reward of a conversation gets, with its turns and its state; the reply to the last turn."""
         if self.cfg.rollout.turns is None:
-            return row
+            return row, None
         environment = user_code.load_function("rollout.turns", self.cfg.rollout.turns)
         *before, last = said
         turns = []
         state = {}
         for text in before:
             turns += [text, environment(text, row, state)]
-        if ended:  # the environment hears the last turn too, and its reply is dropped
-            environment(last, row, state)
-        return row | {"turns": [*turns, last], "state": state}
+        reply = environment(last, row, state) if ended else None  # it hears the last turn too
+        return row | {"turns": [*turns, last], "state": state}, reply
 
 
 def function_of(name, cfg):

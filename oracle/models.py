@@ -40,14 +40,17 @@ class Model:
             yield left[-size:]
             del left[-size:]
 
-    def answers_logp(self, weights, prompts, responses, temperature):
-        """Log-prob and entropy at each response token, [response] each, of the answers of a batch."""
+    def answers_logp(self, weights, prompts, responses, temperature, look=None):
+        """Log-prob and entropy at each response token, [response] each, of the answers of a batch, and what `look` sees
+        there, [values, response]: a function of all log-probs and the tokens.
+        """
         logps = self.logits(weights, prompts, responses, temperature).log_softmax(-1)
         entropies = -(logps.exp() * logps).sum(-1)
         targets = torch.tensor([token for response in responses for token in response], device=logps.device)
         chosen = logps.gather(-1, targets[:, None])[:, 0]
         sizes = [len(response) for response in responses]
-        return list(zip(chosen.split(sizes), entropies.split(sizes), strict=True))
+        seen = torch.empty(0, len(targets)) if look is None else look(logps.detach(), targets)
+        return list(zip(chosen.split(sizes), entropies.split(sizes), seen.split(sizes, dim=1), strict=True))
 
     def logits(self, weights, prompts, responses, temperature):
         """The logits from which the response tokens of a batch are drawn, [all tokens, vocabulary]."""

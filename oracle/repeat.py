@@ -5,8 +5,8 @@ Rows are answers as rollouts/ has them; `state` is what repeats the run.
 
 import math
 
-from oracle import algorithm
-from oracle.answers import judge_answers, judge_evaluation, judge_groups, judge_order, judge_rewards
+from oracle import again, algorithm
+from oracle.answers import judge_answers, judge_evaluation, judge_groups, judge_odds, judge_order, judge_rewards
 from oracle.exports import judge_checkpoint, judge_exports
 from oracle.report import Report
 from oracle.run import Recorded
@@ -15,14 +15,17 @@ from oracle.trainer import scored
 from oracle.updates import gradient, judge_advantages, judge_first_update, judge_log_probs
 
 
-def repeat(run: Recorded):
-    """Repeat the steps of a run and compare all that it recorded."""
+def repeat(run: Recorded, with_vllm=False):
+    """Repeat the steps of a run and compare all that it recorded, `with_vllm` some of its answers with vLLM's too."""
     report = Report(run)
     state = State(run, report)
+    asked = again.ask(state) if with_vllm else None
     judge_evaluation(state, run.rollouts(0, "eval"))
     for step in run.steps:
         report.step = step
         repeat_step(state, step)
+    if asked:
+        again.judge_again(state, asked)
     return report
 
 
@@ -47,7 +50,7 @@ def repeat_step(state, step):
         judge_schedule(state)
 
     # Their updates.
-    repeat_updates(state, [row for row in rows if row["group"] in groups])
+    repeat_updates(state, *([row for row in rows if (row["group"] in groups) == chosen] for chosen in (True, False)))
     if state.metrics:
         state.updates += state.metrics["update/applied"]
 
@@ -69,8 +72,11 @@ def judge_schedule(state):
             state.values[name] = found
 
 
-def repeat_updates(state, rows):
-    """The advantages of a step and its updates. After it our weights are the run's, or state.unknown says why not."""
+def repeat_updates(state, rows, replaced):
+    """The advantages of a step and its updates. After it our weights are the run's, or state.unknown says why not.
+
+    `rows` are trained, those of the groups that were `replaced` are not.
+    """
     metrics = state.metrics
     trainer = state.trainer
     answers = [scored(row, state.cfg) for row in rows]
@@ -78,7 +84,7 @@ def repeat_updates(state, rows):
         trainer.prepare(answers, state.values)
     answers = judge_advantages(state, answers)
     if state.unknown:
-        return
+        return state.report.note("sampling", f"against no probabilities: {state.unknown}")
 
     # The first update. Almost all that a run reports is computed with the weights before it.
     updates = algorithm.updates_of([a.row for a in answers], state.cfg, state.report.step)
@@ -89,6 +95,7 @@ def repeat_updates(state, rows):
         first = judge_first_update(state, answers, updates[0], first)
     if state.unknown:
         return
+    judge_odds(state, answers, replaced)
     if metrics and metrics["update/applied"] not in (0, len(updates)):
         return state.lose("some updates of a step were skipped, it is not recorded which", ("weights",))
 

@@ -12,6 +12,7 @@ from oracle.grading import Grader
 from oracle.models import end_tokens
 from oracle.report import Report
 from oracle.run import Recorded
+from oracle.sampling import Bets
 from oracle.trainer import Trainer
 
 # Options of vLLM and fields of Megatron-core that change memory and speed alone, or are known here.
@@ -52,6 +53,9 @@ class State:
         folder = self.trainer.folder if self.trainer else folders[0]
         self.tokenizer = self.read("the tokenizer", lambda: transformers.AutoTokenizer.from_pretrained(folder))
         self.ends = self.read("the end tokens", lambda: end_tokens(folder, self.tokenizer)) or set()
+        if self.trainer:
+            self.trainer.ends = self.ends
+        self.bets = Bets()
 
         # The data.
         weights, self.sets = zip(*self.read_data("train", folder), strict=True)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from grpo.parts.base.hf_folder import local_folder
-from oracle import formulas
+from oracle import formulas, sampling
 from oracle.models import Model, initial_factors, merge_factors, read_weights, rounded
 
 
@@ -31,6 +31,7 @@ class Scored:
     ref: Tensor = None
     teacher: Tensor = None
     advantages: Tensor = None
+    seen: Tensor = None  # before the first update, [values, tokens]: what oracle/sampling.py looks for
 
 
 def scored(row, cfg):
@@ -50,6 +51,7 @@ class Trainer:
     def __init__(self, cfg):
         self.cfg = cfg
         self.dtype = cfg.model.dtype
+        self.ends = set()  # end tokens
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.folder = local_folder(cfg.model.path)
         self.model = Model(self.folder)
@@ -134,14 +136,16 @@ class Trainer:
         trained = int(sum((weight > 0).sum() for weight in weights))
         sums = Counter(trained=trained, tokens=sum(len(a.sampled) for a in answers))
 
-        for batch in self.passes(answers, temperature, lambda: self.current(leaves)):
+        look = self.look if any(a.seen is None for a in answers) else None
+        for batch in self.passes(answers, temperature, lambda: self.current(leaves), look=look):
             total = torch.zeros(())
-            for n, logp, entropy in batch:
+            for n, logp, entropy, seen in batch:
                 a = answers[n]
                 if a.entropy is None:
                     a.entropy = entropy.detach()
                 if a.before is None:
                     a.before = logp.detach()
+                    a.seen = seen
                 if a.old is None:
                     a.old = a.before
                 part, report = loss(a, weights[n], logp, entropy)
@@ -171,13 +175,20 @@ class Trainer:
     @torch.no_grad()
     def score(self, answers, name, temperature, weights=None, model=None, hinted=False):
         """Set the attribute `name` of the answers to their log-probs by the policy, or by other weights."""
+        look = self.look if name == "before" else None
         weights = weights or self.current()
-        for batch in self.passes(answers, temperature, lambda: weights, model, hinted):
-            for n, logp, _ in batch:
+        for batch in self.passes(answers, temperature, lambda: weights, model, hinted, look):
+            for n, logp, _, seen in batch:
                 setattr(answers[n], name, logp)
+                if look:
+                    answers[n].seen = seen
 
-    def passes(self, answers, temperature, weights, model=None, hinted=False):
-        """(number of an answer, its log-probs, its entropies), a batch at a time, with what `weights()` gives.
+    def look(self, logps, targets):
+        return sampling.look(logps, targets, self.ends)
+
+    def passes(self, answers, temperature, weights, model=None, hinted=False, look=None):
+        """(number of an answer, its log-probs, its entropies, what `look` sees), a batch at a time, with what
+        `weights()` gives.
 
         With `hinted` an answer is scored after the prompt with its hint, where it has one.
         """
@@ -187,9 +198,10 @@ class Trainer:
         for batch in model.batches(prompts, responses):
             chosen = [prompts[n] for n in batch], [responses[n] for n in batch]
             found = []
-            for n, (logp, entropy) in zip(batch, model.answers_logp(weights(), *chosen, temperature), strict=True):
+            values = model.answers_logp(weights(), *chosen, temperature, look)
+            for n, (logp, entropy, seen) in zip(batch, values, strict=True):
                 places = answers[n].sampled
-                found.append((n, logp[places].cpu(), entropy[places].cpu()))
+                found.append((n, logp[places].cpu(), entropy[places].cpu(), seen[:, places].cpu()))
             yield found
 
 

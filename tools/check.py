@@ -42,7 +42,7 @@ def main(argv) -> int:
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     try:
         run = read_run(args.run, args.steps)
-        report = repeat(run)
+        report = repeat(run, with_vllm=True)
     except ValueError as error:
         print(" ".join(str(error).split()))
         return 2

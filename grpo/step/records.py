@@ -58,7 +58,8 @@ class Sample:
         row = {name: value for name, value in vars(self).items() if value is not None}
         row |= {name: ids for name, ids in self.trace.replay.items() if name == "nuclei"}
         del row["trace"]
-        return row | {"turns": self.turns, "sampling": self.trace.requests}
+        row |= {"turns": self.turns, "sampling": self.trace.requests}
+        return row | {"ended": self.trace.ended} if self.trace.ended else row
 
     @classmethod
     def of(cls, group, prompt, completion, text, seed):

@@ -80,14 +80,16 @@ class Conversations:
                 if answer.finished:
                     calls[number] = self.call(talks[number])
                 else:
+                    talks[number].said.trace.ended = "limit"
                     ended.append(number)
 
             for number, outcome in self.take_replies(calls, wait=len(calls) == len(active)):
-                goes_on = self.reply(talks[number], outcome, max_tokens)
-                if goes_on:
-                    to_sample.append(number)
-                else:
+                why_ended = self.reply(talks[number], outcome, max_tokens)
+                talks[number].said.trace.ended = why_ended
+                if why_ended:
                     ended.append(number)
+                else:
+                    to_sample.append(number)
 
             active -= {*ended}
             for p in sorted({talks[number].prompt for number in ended}):
@@ -125,17 +127,19 @@ class Conversations:
         return replies
 
     def reply(self, talk, outcome, max_tokens):
-        """Add the environment's reply to the last answer; returns whether the model goes on."""
+        """Add the environment's reply to the last answer. Returns why the conversation ends; "" if it goes on."""
         said, trace = talk.said, talk.said.trace
         if outcome.status != "ok":
             error = FAILED + outcome.error if outcome.error else ""
             trace.failure = replace(outcome, error=error)
-            return False
+            return outcome.status
 
         text = outcome.parts["reply"]
         trace.columns["state"] = outcome.parts["state"]
-        if text is None or len(trace.turns[::2]) == self.cfg.rollout.max_turns:
-            return False
+        if text is None:
+            return "done"
+        if len(trace.turns[::2]) == self.cfg.rollout.max_turns:
+            return "max_turns"
 
         data = own_options(self.rows[talk.prompt], self.cfg.data)
         ids = reply_ids(text, said.ids[-1], self.inputs.tokenizer, data)
@@ -143,12 +147,13 @@ class Conversations:
             check_ids("its reply", ids, self.inputs.tokenizer, self.inputs.vocab_size)
         except ValueError as error:
             trace.failure = Outcome(status="error", error=f"{FAILED}{error}")
-            return False
+            return "error"
 
         said.finished = len(said.ids) + len(ids) < max_tokens  # there is room for one more token, of the model
-        if said.finished:
-            talk.add(ids, [0.0] * len(ids), text)
-        return said.finished
+        if not said.finished:
+            return "limit"
+        talk.add(ids, [0.0] * len(ids), text)
+        return ""
 
 
 def reply_ids(text, last, tokenizer, data) -> list[int]:

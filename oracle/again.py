@@ -1,0 +1,145 @@
+"""Some recorded requests, asked of vLLM once more with the weights that the run had.
+
+The settings are those that the configuration says, and the seed of a request decides its random numbers. So on a CPU
+the tokens are the same but where rounding turns one. It turns a token at most as often as the mean |Δ| of log-probs: so
+far apart are the two distributions, in nats, that the same random numbers are drawn from.
+"""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from oracle.algorithm import scheduled
+from oracle.answers import requests_of, turns_of
+
+GROUPS, ANSWERS, TOKENS = 4, 4, 64  # that are asked for again: groups of a step, answers of each, tokens of a turn
+ROUNDING = {"fp32": (1e-6, 1e-4), "fp16": (1e-4, 0.02), "bf16": (1e-3, 0.1)}  # mean |Δ|: least, most
+CHANCE = 1e-6  # that rounding turns as many answers or more
+SECONDS = 300  # at most, of vLLM
+
+
+def ask(state):
+    """Start a vLLM that answers some requests again. Returns (its future, the requests), or nothing and a note why."""
+    why = obstacle(state)
+    if why:
+        return state.report.note("sampling", f"not asked again: {why}")
+    cfg = state.cfg
+    saved = [step for step in state.run.steps[:-1] if state.run.has("hf", step)]
+    models = [{"folder": str(state.trainer.folder), "requests": asked_of(state, 0)}]
+    models += [{"folder": str(state.run.has("hf", n)), "requests": asked_of(state, n)} for n in saved[-1:]]
+
+    longest = max(len(r["ids"]) + r["settings"]["max_tokens"] for model in models for r in model["requests"])
+    options = {
+        "dtype": {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[cfg.model.dtype],
+        "max_model_len": longest + 1, "enforce_eager": True, "enable_prefix_caching": False,
+        "enable_chunked_prefill": False, "logprobs_mode": "processed_logprobs", "load_format": "safetensors",
+        "use_tqdm_on_load": False,
+    }  # fmt: skip
+    if cfg.model.fp32_head:
+        options["hf_overrides"] = {"head_dtype": "float32"}
+    job = {"dtype": cfg.model.dtype, "options": options | cfg.rollout.vllm, "models": models}
+    how = {"input": json.dumps(job), "capture_output": True, "text": True, "timeout": SECONDS}
+    command = [sys.executable, "-m", "oracle.engine"]
+    running = ThreadPoolExecutor(1).submit(subprocess.run, command, cwd=Path(__file__).parent.parent, **how)
+    return running, [request for model in models for request in model["requests"]]
+
+
+def obstacle(state):
+    """Why nothing can be asked again; empty if it can."""
+    if state.trainer is None or state.tokenizer is None:
+        return "there is no model"
+    if importlib.util.find_spec("vllm") is None:
+        return "there is no vLLM"
+    versions = state.run.folder / "versions.json"
+    if torch.cuda.is_available() or (versions.exists() and json.loads(versions.read_text()).get("driver")):
+        return "on a GPU a request's random numbers depend on the device"
+    return ""
+
+
+def asked_of(state, step):
+    """The requests of some answers that the weights after a step gave: of the next step, and of an evaluation."""
+    cfg = state.cfg
+    limit = cfg.rollout.max_new_tokens
+    training = cfg.rollout.model_copy(update={"temperature": scheduled(cfg, step + 1)["temperature"]})
+    found = some_of(state, state.run.rollouts(step + 1), training, limit, step + 1)
+    return found + some_of(state, state.run.rollouts(step, "eval"), cfg.eval, cfg.eval.max_new_tokens or limit, step)
+
+
+def some_of(state, rows, sampling, limit, step):
+    """The requests of ANSWERS answers of each of GROUPS groups, with the tokens and log-probs that the run has."""
+    groups = sorted({row["group"] for row in rows})
+    groups = groups[:: max(1, len(groups) // GROUPS)][:GROUPS]
+    numbers = Counter()
+    found = []
+    for row in rows:
+        number = numbers[row["group"]]
+        numbers[row["group"]] += 1
+        if row["group"] not in groups or number >= ANSWERS:
+            continue
+        for turn, settings in enumerate(requests_of(state, row, number, sampling, limit)):
+            ids = turns_of(row)[2 * turn]
+            settings |= {"max_tokens": min(settings["max_tokens"], TOKENS)}
+            settings["stop_token_ids"] = sorted(settings["stop_token_ids"])
+            start = sum(row["turns"][: 2 * turn])
+            found.append({
+                "ids": row["prompt_ids"] + row["response_ids"][:start], "settings": settings, "tokens": ids[:TOKENS],
+                "logps": row["rollout_logp"][start : start + len(ids)], "step": step,
+                "name": f"group {row['group']}, answer {number}, turn {turn}",
+            })  # fmt: skip
+    return found
+
+
+# ---------------------------------------------------------------- what came back
+
+
+def judge_again(state, asked):
+    """Compare the answers of the vLLM that `ask` started, once it has ended, with the run's."""
+    report = state.report
+    running, requests = asked
+    try:
+        done = running.result()
+    except subprocess.TimeoutExpired:
+        return report.note("sampling", f"not asked again: vLLM took longer than {SECONDS} s")
+    if done.returncode:
+        *_, line = done.stderr.strip().splitlines() or [""]
+        return report.note("sampling", f"not asked again: vLLM says {line[:160]}")
+
+    answers = [answer for model in json.loads(done.stdout) for answer in model]
+    problem, report.step = difference(requests, answers, state.cfg.model.dtype)
+    report.say("sampling", problem, len(answers))
+
+
+def difference(requests, answers, dtype):
+    """What is wrong with the recorded tokens of `requests`, given the (token ids, log-probs) that vLLM gives now, and
+    the step where; empty if rounding may have turned those that differ.
+    """
+    gaps = []
+    turned = []  # requests whose tokens differ, and where
+    for request, (ids, logps) in zip(requests, answers, strict=True):
+        theirs = request["tokens"]
+        same = 0
+        while theirs[: same + 1] == ids[: same + 1] and same < len(theirs):
+            same += 1
+        gaps += [abs(one - other) for one, other in zip(request["logps"][:same], logps[:same], strict=True)]
+        if theirs != ids:
+            turned.append((request, same, ids))
+    if not turned:
+        return "", requests[0]["step"]
+
+    # The chance that as many are turned, by Poisson.
+    least, most = ROUNDING[dtype]
+    gap = min(max(sum(gaps) / max(len(gaps), 1), least), most)
+    expected = torch.tensor(gap * (len(gaps) + len(turned)), dtype=torch.float64)
+    chance = torch.special.gammainc(torch.tensor(float(len(turned)), dtype=torch.float64), expected)
+    request, place, ids = turned[0]
+    problem = (
+        f"{len(turned)} of {len(requests)} answers are others if vLLM is asked again, rounding makes "
+        f"{expected:.1g}: {request['name']}, token {place} was {request['tokens'][place:][:1]}, is {ids[place:][:1]}"
+    )
+    return problem if chance < CHANCE else "", request["step"]
