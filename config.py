@@ -158,6 +158,7 @@ class AlgoConfig(Section):
     kl_coef: NotNegative = 0.0  # 0: no reference model is kept
     kl: str = "k3"  # a branch of token_kl
     kl_in: Literal["loss", "reward"] = "loss"  # where kl_coef · KL enters
+    moving_reference: bool = False  # a fork changes the reference: it is not watched, and checkpoints have it
     reference_on: Literal["gpu", "host"] = "gpu"  # where reference and teacher wait between their passes
 
     # a teacher

@@ -30,7 +30,7 @@ import gc
 import math
 import sys
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
@@ -72,7 +72,9 @@ from rollout import Engine
 
 @dataclass
 class Run:
-    """The state of a run, on every rank. A fork that adds state also writes it in `save` and reads it in `build`."""
+    """The state of a run, on every rank. Weights that a fork adds go into `copies`, which checkpoints have. Other state
+    it writes in `save` and reads in `build`.
+    """
 
     cfg: Config
     clock: Clock  # phases, their seconds, stop requests, the watchdog
@@ -85,6 +87,7 @@ class Run:
     grading: grading.GradingPool
     writer: checkpoint.CheckpointWriter
     guard: guard.Guard
+    copies: dict[str, list[Tensor]] = field(default_factory=dict)  # name -> weights as bridge.copy_weights gives them
     prompts_taken: int = 0  # of inputs.prompts, an endless stream
 
 
@@ -150,6 +153,7 @@ def build(cfg: Config, inputs: launch.Inputs, clock: Clock) -> Run:
         model=model,
         optimizer=optimizer,
         reference=reference,
+        copies={"reference": reference} if cfg.algo.moving_reference else {},
         teacher=teacher.build_teacher(model, cfg) if cfg.algo.teacher else None,
         grading=grading.GradingPool(cfg.reward),
         writer=checkpoint.CheckpointWriter(f"{cfg.output_dir}/checkpoints", t.keep_last, t.keep_every),
@@ -159,7 +163,7 @@ def build(cfg: Config, inputs: launch.Inputs, clock: Clock) -> Run:
 
     if inputs.checkpoint:
         engine.sleep()
-        state = optimizer_state.restore(inputs.checkpoint, model, optimizer)
+        state = optimizer_state.restore(inputs.checkpoint, model, optimizer, run.copies)
         run.prompts_taken, run.guard.skipped = state["prompts_taken"], state["skipped"]
         run.writer.step = state["step"]
         push_weights(run)
@@ -183,7 +187,8 @@ def save(run: Run, step: int) -> None:
         "ranks": dist.get_world_size(),
         "config": run.cfg.model_dump(),
     }
-    run.writer.start(step, state, optimizer_state.sharded_state(run.model, run.optimizer, loading=False))
+    sharded = optimizer_state.sharded_state(run.model, run.optimizer, loading=False)
+    run.writer.start(step, state, sharded | optimizer_state.sharded_copies(run.model, run.copies))
 
 
 def config_at(cfg: Config, step: int) -> Config:

@@ -65,9 +65,9 @@ class Guard:
         if not math.isfinite(report["loss"]):
             return False
 
-        if self.reference is not None and number == 0:
+        if self.reference is not None and number == 0 and not cfg.algo.moving_reference:
             same = torch.equal(some_entries(self.reference), self.initial)
-            require(same, "the reference is not the initial model: it was moved, or copied after a resume", RankError)
+            require(same, REFERENCE_MOVED, RankError)
         if cfg.model.match_engine:
             check_equal(self, report, weighted, cfg, step, number)
         elif number < metrics.compared_updates(cfg) and report["tokens"]:
@@ -86,6 +86,12 @@ class Guard:
             self.skipped = 0
         else:
             explain_skipped(self, report, micro_batches)
+
+
+REFERENCE_MOVED = (
+    "the reference is not the initial model: it was moved, or copied after a resume; a fork that means it sets "
+    "algo.moving_reference=true"
+)
 
 
 def some_entries(weights: list[Tensor]) -> Tensor:
@@ -127,7 +133,8 @@ def check_rewards(samples: list[Sample], prompts: dict[int, Prompt], grading: Gr
 
 # ---------------------------------------------------------------- equal bits
 
-ON_PURPOSE = "in a fork that means it, use model.match_engine=false"
+MEANT = "a fork that trains answers of other weights sets rollout.max_logp_gap, to inf or a bound of its own"
+ON_PURPOSE = f"in a fork that means it, use model.match_engine=false; {MEANT}"
 
 
 def check_equal(guard, report, batch, cfg, step, number):
@@ -138,7 +145,8 @@ def check_equal(guard, report, batch, cfg, step, number):
     if report["old_gap_max"] != 0:  # also if it is NaN
         what = f"update {number + 1}: old log-probs are not those that vLLM sampled with"
         raise TrainingError(f"step {step}, {what}: they differ by up to {report['old_gap_max']:.1e}; {ON_PURPOSE}")
-    if step == 1 and number == 0 and batch.ref_logp is not None:  # the reference is still the policy
+    is_policy = step == 1 and not cfg.algo.moving_reference  # whether the reference is still the policy
+    if is_policy and number == 0 and batch.ref_logp is not None:
         apart = ((batch.ref_logp - batch.rollout_logp) * batch.mask).abs().max().item()
         what = "the reference is the policy before its first update, but its log-probs differ by"
         require(apart == 0, f"step 1: {what} {apart:.1e}; {ON_PURPOSE}", TrainingError)
@@ -163,7 +171,7 @@ def explain_unequal(guard, largest: float, batch, cfg, step) -> str:
         f"{what}: {where}\n  {int(differs_F.sum())} of {int(batch.mask.sum())} log-probs differ, in {answers} of "
         f"{len(batch.lengths_N)} answers; the first: answer {n}, to prompt {batch.same_prompt_N[n]}, token {token} "
         f"(id {int(batch.targets[first])}): trainer {logp_F[first]:.7f}, vLLM {batch.rollout_logp[first]:.7f}\n"
-        "  model.match_engine=false computes without vLLM's operations, within rounding"
+        f"  model.match_engine=false computes without vLLM's operations, within rounding; {MEANT}"
     )
 
 
@@ -273,7 +281,7 @@ def judge_gap(guard, gap: Gap, meant: list[str], batch, cfg, step):
         message += f"; it follows the log-prob, with a slope of {slope:.3f}"
     table = explain_gap(logp_F, batch, step, slope)
     if not meant and (slope or not times <= stop):
-        raise TrainingError(f"{message}\n{table}\n  rollout.max_logp_gap sets a bound of your own in its place")
+        raise TrainingError(f"{message}\n{table}\n  {MEANT}")
     if not guard.warned and dist.get_rank() == 0:
         why = f"since {meant[0]} is set" if meant else f"and ends at {stop:g} times"
         print(f"warning: {message}; the run goes on, {why}\n{table}", flush=True)

@@ -4,6 +4,7 @@ import pytest
 
 import train_grpo
 from config import TrainingError
+from grpo.parts.base.read_config import override
 from grpo.parts.data import prompts
 from tests.conftest import refused, tiny_config
 from tests.museum import runs
@@ -22,8 +23,10 @@ def test_a_reference_that_moves_is_found(build):
     run = build("train.lr=0.01", "algo.kl_coef=0.05")
     train_grpo.train_step(run, 1)
     run.reference[0][0] += 0.1
-    with pytest.raises(TrainingError, match="the reference is not the initial model"):
+    with pytest.raises(TrainingError, match=r"the reference is not the initial model.* algo\.moving_reference=true"):
         train_grpo.train_step(run, 2)
+    run.cfg = override(run.cfg, {"algo.moving_reference": True})
+    train_grpo.train_step(run, 2)
 
 
 OPENINGS = {  # text of a prompt → what is refused

@@ -162,6 +162,7 @@ def test_a_run_with_past_weights_goes_on_with_the_same_bits_and_on_another_layou
         "rollout.prompts_per_step=4", "rollout.group_size=8", "train.warmup_steps=0", "train.save_every=2",
         "megatron.overlap_grad_reduce=true", "megatron.overlap_param_gather=true", "train.export_every=1",
         "train.lr=0.01", "algo.entropy_coef=0", "rollout.lag=2", "algo.kl_coef=0.05", "algo.reference_every=3",
+        "rollout.max_logp_gap=1e-4", "algo.moving_reference=true",
         "algo.teacher=self", "data.hint_key=answer", f"data.eval={tmp_path / 'eval.jsonl'}", "train.eval_every=3",
         "algo.correction=tis", "train.steps=4",
     )  # fmt: skip

@@ -18,6 +18,7 @@ from grpo.parts.model.checkpoint import read_state
 from grpo.parts.model.offload import take_back_state
 from grpo.parts.model.shards import Sharded, read_sharded
 
+Copies = dict[str, list[torch.Tensor]]  # name of a set → a tensor for each of `trainable_weights`
 MOMENTS = ("param", "exp_avg", "exp_avg_sq")  # of each weight, fp32; the first is the main weight
 
 # ---------------------------------------------------------------- weights and their state
@@ -113,6 +114,17 @@ def optimizer_steps(optimizer):
 # ---------------------------------------------------------------- saving and loading
 
 
+def sharded_copies(model: list, copies: Copies) -> dict[str, Sharded]:
+    """Further sets of this rank's weights as Megatron's sharded tensors, in their own dtype."""
+    tensors = sharded_weights(model)
+    state = {}
+    for name, values_of in copies.items():
+        for number, (weight, values) in enumerate(zip(trainable_weights(model), values_of, strict=True)):
+            tensor = tensors[weight]
+            state[f"{name}.{number}"] = dataclasses.replace(tensor, key=f"{name}.{tensor.key}", data=values)
+    return state
+
+
 def sharded_state(model: list, optimizer, loading) -> dict[str, Sharded]:
     """Main weights and Adam's moments as Megatron's sharded tensors, 12 bytes a weight: all there is to save.
 
@@ -145,8 +157,8 @@ def sharded_state(model: list, optimizer, loading) -> dict[str, Sharded]:
     return state
 
 
-def restore(path: Path, model: list, optimizer, others: Collection[str] | None = ()):
-    """Load weights and moments from a checkpoint of any layout. Returns its state.
+def restore(path: Path, model: list, optimizer, copies: Copies | None = None, others: Collection[str] | None = ()):
+    """Load weights and moments, and the values of `copies`, from a checkpoint of any layout. Returns its state.
 
     `others` are the first words of the keys that somebody else reads; None means any. Raises CheckpointError, before
     any change, also if a key is read by nobody. Raises TrainingError unless the optimizer then counts the checkpoint's
@@ -154,8 +166,12 @@ def restore(path: Path, model: list, optimizer, others: Collection[str] | None =
     """
     state = read_state(path)
     take_back_state(optimizer)
-    loaded = read_sharded(path, sharded_state(model, optimizer, loading=True), others=others)
+    described = sharded_state(model, optimizer, loading=True) | sharded_copies(model, copies or {})
+    loaded = read_sharded(path, described, others=others)
     load_state(model, optimizer, loaded, state["updates"])
+    for name, values_of in (copies or {}).items():
+        for number, values in enumerate(values_of):
+            values.copy_(loaded[f"{name}.{number}"])
     fp16.set_scaler_state(optimizer, state.get("loss_scale"))  # older checkpoints have none
 
     steps = optimizer_steps(optimizer)

@@ -51,6 +51,10 @@ def check_state_and_precision(cfg):
     )
 
     require(
+        a.kl_coef > 0 or not a.moving_reference,
+        "algo.moving_reference=true has no effect with algo.kl_coef=0, which keeps no reference model; leave it out",
+    )
+    require(
         a.reference_on == "gpu" or a.kl_coef > 0 or a.teacher not in (None, "self"),
         "algo.reference_on=host has no effect with algo.kl_coef=0, which keeps no reference model, and without another "
         "model as algo.teacher; leave it out",

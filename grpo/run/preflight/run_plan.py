@@ -114,6 +114,9 @@ def warnings(cfg, world_size) -> list[str]:
                 "network: try one that divides the ranks of a machine, parallel.pp or parallel.cp in its place"
             )
 
+    if a.moving_reference:
+        found.append("algo.moving_reference=true is for a fork that changes the reference: the run does not watch it")
+
     # Ratios of other probabilities, or of other units, than the loss expects.
     if r.vllm.get("quantization") and a.correction == "none":
         found.append(
