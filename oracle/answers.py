@@ -10,6 +10,7 @@ import torch
 
 from oracle import formulas
 from oracle.algorithm import seed_of
+from oracle.nuclei import find
 from oracle.sampling import Bets
 from oracle.trainer import scored
 
@@ -160,6 +161,7 @@ def turns_of(row):
 def judge_odds(state, answers, replaced):
     """Whether a step's answers look drawn from our probabilities; rows that were `replaced` are not trained."""
     others = [scored(row, state.cfg) for row in replaced]
+    find(state, others, state.cfg.rollout, state.values["temperature"])
     state.trainer.score(others, "before", state.values["temperature"])
     state.bets.add(sorted([*answers, *others], key=lambda a: a.row["group"]), state.ends)
     state.report.say("sampling", state.bets.won(), sum(len(a.sampled) for a in answers + others))
@@ -262,9 +264,9 @@ def judge_evaluation(state, rows):
         report.say("order", "the prompts of an evaluation are not those of data.eval")
     judge_rewards(state, rows, prompts, buffer=0)
 
-    is_plain = options.temperature and (options.top_p, options.top_k) == (1, -1) and not state.cfg.rollout.vllm
-    if is_plain and not state.unknown:
+    if options.temperature and not state.unknown:
         answers = [scored(row, state.cfg) for row in rows]
+        find(state, answers, options, options.temperature)
         state.trainer.score(answers, "before", options.temperature)
         theirs = torch.cat([a.rollout for a in answers])
         ours = torch.cat([a.before for a in answers])

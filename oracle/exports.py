@@ -15,7 +15,7 @@ def judge_exports(state, step):
     report = state.report
     folder = state.run.has("hf", step)
     adapter = state.run.has("adapter", step)
-    if folder is None or state.barred:
+    if folder is None or state.trainer is None:
         return
     weights = trained = trainer.read(folder, trainer.dtype)
     if adapter is not None:

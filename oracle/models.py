@@ -1,5 +1,7 @@
 """A model of plain transformers, whose weights are given at each call, under the names of the files of its folder."""
 
+import contextlib
+import itertools
 import math
 import re
 import zlib
@@ -8,6 +10,8 @@ from pathlib import Path
 import torch
 import transformers
 from safetensors.torch import load_file
+
+from oracle.nuclei import cut
 
 EXPERT = re.compile(r"(.*\.layers\.\d+)\.\w+\.experts\.(\d+)\.(\w+)\.weight")
 MIXTRAL = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
@@ -40,11 +44,14 @@ class Model:
             yield left[-size:]
             del left[-size:]
 
-    def answers_logp(self, weights, prompts, responses, temperature, look=None):
+    def answers_logp(self, weights, prompts, responses, temperature, nuclei=(), routes=None, look=None):
         """Log-prob and entropy at each response token, [response] each, of the answers of a batch, and what `look` sees
         there, [values, response]: a function of all log-probs and the tokens.
+
+        These are over the `nuclei`, if given, of each token. `routes` is explained in `routed`.
         """
-        logps = self.logits(weights, prompts, responses, temperature).log_softmax(-1)
+        logits = self.logits(weights, prompts, responses, temperature, routes)
+        logps = (cut(logits, nuclei) if nuclei else logits).log_softmax(-1)
         entropies = -(logps.exp() * logps).sum(-1)
         targets = torch.tensor([token for response in responses for token in response], device=logps.device)
         chosen = logps.gather(-1, targets[:, None])[:, 0]
@@ -52,7 +59,7 @@ class Model:
         seen = torch.empty(0, len(targets)) if look is None else look(logps.detach(), targets)
         return list(zip(chosen.split(sizes), entropies.split(sizes), seen.split(sizes, dim=1), strict=True))
 
-    def logits(self, weights, prompts, responses, temperature):
+    def logits(self, weights, prompts, responses, temperature, routes=None):
         """The logits from which the response tokens of a batch are drawn, [all tokens, vocabulary]."""
         own = {}
         for name, weight in module_weights(weights).items():
@@ -63,9 +70,40 @@ class Model:
         rows = [torch.tensor(prompt + response) for prompt, response in zip(prompts, responses, strict=True)]
         ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(head.device)
         inputs = {"input_ids": ids, "use_cache": False}
-        hidden = torch.func.functional_call(self.module.model, own, args=(), kwargs=inputs).last_hidden_state
+        with routed(self.module, routes, ids.shape):
+            hidden = torch.func.functional_call(self.module.model, own, args=(), kwargs=inputs).last_hidden_state
         states = [hidden[n, len(prompt) - 1 : len(rows[n]) - 1] for n, prompt in enumerate(prompts)]
         return torch.cat(states) @ head.T / temperature
+
+
+@contextlib.contextmanager
+def routed(module, routes, shape):
+    """Let routers send each token of a batch [rows, positions] where it went before: algo.replay_routes.
+
+    `routes` has a list for each row, of the experts [positions, k] in each layer: an empty one is filled by this pass.
+    """
+
+    def replay(gate, _, output):
+        logits, _, own = output
+        chosen = []
+        number = next(numbers)
+        for row, experts in zip(routes, own.unflatten(0, shape), strict=True):
+            if len(row) == number:
+                row.append(experts)
+            before = row[number][: shape[1]]  # which may have had more padding, or less
+            chosen.append(torch.cat([before, experts[len(before) :]]))
+        experts = torch.cat(chosen)
+        scores = logits.float().softmax(-1).gather(-1, experts)
+        if getattr(gate, "norm_topk_prob", True):
+            scores = scores / scores.sum(-1, keepdim=True)
+        return logits, scores, experts
+
+    numbers = itertools.count()
+    gates = [part for name, part in module.named_modules() if name.endswith("mlp.gate")] if routes is not None else []
+    hooks = [gate.register_forward_hook(replay) for gate in gates]
+    yield
+    for hook in hooks:
+        hook.remove()
 
 
 def module_weights(weights):

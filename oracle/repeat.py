@@ -8,6 +8,7 @@ import math
 from oracle import again, algorithm
 from oracle.answers import judge_answers, judge_evaluation, judge_groups, judge_odds, judge_order, judge_rewards
 from oracle.exports import judge_checkpoint, judge_exports
+from oracle.nuclei import find
 from oracle.reference import follow_reference
 from oracle.report import Report
 from oracle.run import Recorded
@@ -82,6 +83,7 @@ def repeat_updates(state, rows, replaced):
     trainer = state.trainer
     answers = [scored(row, state.cfg) for row in rows]
     if not state.unknown:
+        state.nuclei = find(state, answers, state.cfg.rollout, state.values["temperature"])
         trainer.prepare(answers, state.values)
         follow_reference(state, answers)
     answers = judge_advantages(state, answers)

@@ -26,6 +26,7 @@ ROUNDED = {
     "token: rollout_logp": ((5e-4, 0.0), (0.1, 0.0), (0.45, 0.0)),
     "logp_gap/": ((5e-4, 0.0), (0.1, 0.0), (0.45, 0.0)),  # of our weights to vLLM, not of the run's
     "grad_norm": ((1e-6, 3e-4), (2e-3, 0.1), (1e-2, 0.5)),
+    "nucleus: ": ((0.02, 1e-3), (0.05, 0.02), (0.1, 0.03)),  # ids from which tokens are drawn: few lie at the border
     "ratio/clip_frac": ((2e-5, 2e-4), (0.1, 0.0), (0.1, 0.0)),
     "slope: ": ((0.05, 0.0), (0.1, 0.0), (0.1, 0.0)),  # over all elements, where rounding averages out
     "export: ": ((4e-3, 0.0), (0.2, 0.0), (0.5, 0.0)),

@@ -15,13 +15,8 @@ from oracle.run import Recorded
 from oracle.sampling import Bets
 from oracle.trainer import Trainer
 
-# Options of vLLM and fields of Megatron-core that change memory and speed alone, or are known here.
-HARMLESS = (
-    "max_num_seqs max_num_batched_tokens enforce_eager enable_prefix_caching enable_chunked_prefill swap_space "
-    "block_size kv_cache_memory_bytes disable_custom_all_reduce recompute_granularity recompute_method "
-    "recompute_num_layers recompute_modules overlap_grad_reduce overlap_param_gather moe_grouped_gemm bucket_size "
-    "optimizer_cpu_offload optimizer_offload_fraction num_layers_in_first_pipeline_stage adam_eps"
-)
+# Options of vLLM with which it computes other log-probs than the trainer.
+ROUNDS_OTHERWISE = ("quantization", "kv_cache_dtype", "mamba_cache_dtype", "mamba_ssm_cache_dtype")
 OF_UPDATE = ("reference", "teacher", "token-weights", "loss", "entropy", "gradient", "updates", "weights", "adapters")
 NAMES = (  # item, key of algo, its names that have a formula
     ("token-weights", "loss_norm", formulas.NORMS), ("loss", "loss", formulas.LOSSES), ("loss", "kl", formulas.KLS),
@@ -68,9 +63,9 @@ class State:
         # What is known of the run's weights.
         self.has_moments = True  # whether the optimizer's state is the run's
         self.unknown = ""  # why our weights are not the run's
-        self.barred = barrier(self.cfg) if self.trainer else "there is no model"  # why no log-prob can be computed
-        if self.barred:
-            self.lose(self.barred, ("log-probs", *OF_UPDATE))
+        self.nuclei = None  # of the step's answers, as nuclei.find returns them
+        if self.trainer is None:
+            self.lose("there is no model", ("log-probs", *OF_UPDATE))
 
     def read(self, what, make):
         """What `make` reads; None, and a remark, where it cannot."""
@@ -96,15 +91,3 @@ class State:
         self.unknown = why
         for item in items:
             self.report.note(item, why)
-
-
-def barrier(cfg):
-    """Why no log-prob of a run can be computed here; empty if they can."""
-    t = cfg.train
-    is_plain = t.updates_per_step * t.epochs_per_step == 1 and cfg.model.dtype == "fp32"
-    reasons = [f"megatron.{name}" for name in cfg.megatron if name not in HARMLESS.split()]
-    if cfg.rollout.is_cut:
-        reasons.append("the cut of rollout.top_p or top_k, which is not in rollouts/,")
-    if cfg.algo.replay_routes and not is_plain:
-        reasons.append("algo.replay_routes with several updates a step, or not in fp32,")
-    return f"{', '.join(reasons)} may change what the model computes" if reasons else ""

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from grpo.parts.base.hf_folder import local_folder
-from oracle import formulas, sampling
+from oracle import formulas, nuclei, sampling
 from oracle.models import Model, initial_factors, merge_factors, read_weights, rounded
 
 
@@ -25,6 +25,8 @@ class Scored:
     sampled: list[int]  # places in the response of the tokens that the model sampled
     is_trained: bool
     rollout: Tensor  # log-probs by vLLM
+    nuclei: list | None  # of each token of the response; with a cut of the sampler
+    routes: list = field(default_factory=list)  # of the policy before the first update, layer by layer; models.routed
     before: Tensor = None  # by the policy before the step's first update
     entropy: Tensor = None  # before the first update that it is in
     old: Tensor = None  # log-probs of the ratio
@@ -39,7 +41,8 @@ def scored(row, cfg):
     is_models = np.arange(len(row["turns"])) % 2 == 0
     places = np.flatnonzero(np.repeat(is_models, row["turns"])).tolist()
     is_trained = row["finished"] or not cfg.algo.mask_truncated
-    return Scored(row, places, is_trained, torch.tensor(row["rollout_logp"])[places])
+    logps = torch.tensor([math.nan if logp is None else logp for logp in row["rollout_logp"]])
+    return Scored(row, places, is_trained, logps[places], nuclei.nuclei_of(row, places))
 
 
 class Trainer:
@@ -137,7 +140,7 @@ class Trainer:
         sums = Counter(trained=trained, tokens=sum(len(a.sampled) for a in answers))
 
         look = self.look if any(a.seen is None for a in answers) else None
-        for batch in self.passes(answers, temperature, lambda: self.current(leaves), look=look):
+        for batch in self.passes(answers, temperature, lambda: self.current(leaves), replays=True, look=look):
             total = torch.zeros(())
             for n, logp, entropy, seen in batch:
                 a = answers[n]
@@ -176,8 +179,8 @@ class Trainer:
     def score(self, answers, name, temperature, weights=None, model=None, hinted=False):
         """Set the attribute `name` of the answers to their log-probs by the policy, or by other weights."""
         look = self.look if name == "before" else None
-        weights = weights or self.current()
-        for batch in self.passes(answers, temperature, lambda: weights, model, hinted, look):
+        given = weights or self.current()
+        for batch in self.passes(answers, temperature, lambda: given, model, hinted, weights is None, look):
             for n, logp, _, seen in batch:
                 setattr(answers[n], name, logp)
                 if look:
@@ -186,20 +189,37 @@ class Trainer:
     def look(self, logps, targets):
         return sampling.look(logps, targets, self.ends)
 
-    def passes(self, answers, temperature, weights, model=None, hinted=False, look=None):
+    @torch.no_grad()
+    def logits(self, answers, temperature):
+        """(number of an answer, its logits [response, vocabulary]) of each answer by the policy."""
+        prompts = [a.row["prompt_ids"] for a in answers]
+        responses = [a.row["response_ids"] for a in answers]
+        for batch in self.model.batches(prompts, responses):
+            chosen = [prompts[n] for n in batch], [responses[n] for n in batch]
+            logits = self.model.logits(self.current(), *chosen, temperature, self.routes(answers, batch))
+            yield from zip(batch, logits.split([len(responses[n]) for n in batch]), strict=True)
+
+    def routes(self, answers, batch):
+        """The routes of a batch of answers, if they are replayed."""
+        return [answers[n].routes for n in batch] if self.cfg.algo.replay_routes else None
+
+    def passes(self, answers, temperature, weights, model=None, hinted=False, replays=False, look=None):
         """(number of an answer, its log-probs, its entropies, what `look` sees), a batch at a time, with what
         `weights()` gives.
 
-        With `hinted` an answer is scored after the prompt with its hint, where it has one.
+        With `hinted` an answer is scored after the prompt with its hint, where it has one. With `replays` its tokens
+        go to the experts that algo.replay_routes keeps.
         """
         model = model or self.model
         prompts = [(hinted and a.row.get("asked")) or a.row["prompt_ids"] for a in answers]
         responses = [a.row["response_ids"] for a in answers]
         for batch in model.batches(prompts, responses):
             chosen = [prompts[n] for n in batch], [responses[n] for n in batch]
+            kept = [ids for n in batch for ids in answers[n].nuclei or ()]
+            routes = self.routes(answers, batch) if replays else None
+            scores = model.answers_logp(weights(), *chosen, temperature, kept, routes, look)
             found = []
-            values = model.answers_logp(weights(), *chosen, temperature, look)
-            for n, (logp, entropy, seen) in zip(batch, values, strict=True):
+            for n, (logp, entropy, seen) in zip(batch, scores, strict=True):
                 places = answers[n].sampled
                 found.append((n, logp[places].cpu(), entropy[places].cpu(), seen[:, places].cpu()))
             yield found

@@ -8,7 +8,7 @@ import torch
 
 from grpo.parts.base import user_code
 from oracle import algorithm, formulas
-from oracle.state import HARMLESS, OF_UPDATE
+from oracle.state import OF_UPDATE, ROUNDS_OTHERWISE
 from oracle.trainer import known_loss, known_weights, losses_of
 
 # ---------------------------------------------------------------- log-probs
@@ -29,7 +29,7 @@ def judge_log_probs(state, answers, updates):
     gaps = {"logp_gap/mean": gap.mean(), "logp_gap/max": gap.max()}
 
     # The weights before this step are those that the steps before it made.
-    other = [f"rollout.vllm.{name}" for name in cfg.rollout.vllm if name not in HARMLESS.split()]
+    other = [f"rollout.vllm.{name}" for name in cfg.rollout.vllm if name in ROUNDS_OTHERWISE]
     is_apart = other or report.compare("token: rollout_logp", theirs, ours).parts
     problems = [text for name in gaps if (text := report.compare(name, metrics[name], gaps[name]).parts)]
     if state.updates and is_apart and problems:
@@ -46,6 +46,10 @@ def judge_log_probs(state, answers, updates):
             report.check("log-probs", f"equal bits: {name}", metrics[name], 0.0)
         else:
             report.check("log-probs", name, metrics[name], value)
+    if state.nuclei:
+        problem, theirs, ours = state.nuclei
+        report.say("sampling", problem)
+        report.check("sampling", "nucleus: mean size", theirs, ours)
     if answers[0].teacher is not None:
         apart = torch.cat([a.old - a.teacher for a in answers if a.is_trained] or [torch.zeros(1)])
         report.check("teacher", "kl/teacher", metrics["kl/teacher"], apart.double().mean())
