@@ -112,6 +112,6 @@ def repeat_updates(state, rows, replaced):
         if state.has_moments and (not metrics or metrics["update/applied"]):
             trainer.step(sums["grad_norm"], state.values["lr"])
     if not state.has_moments:
-        return state.lose("the moments of AdamW are not in an export", ("weights",))
+        return state.lose("the moments of AdamW are not known", ("weights",))
     if metrics:
         state.report.check("loss", "ratio/clip_frac", metrics["ratio/clip_frac"], clipped / tokens)

@@ -13,6 +13,10 @@ ITEMS = (  # in the order in which a step makes them; docs/check.md says what ea
     "order", "seeds", "sampling", "answers", "rewards", "groups", "log-probs", "reference", "teacher", "advantages",
     "token-weights", "loss", "entropy", "gradient", "updates", "lr", "weights", "adapters", "checkpoints",
 )  # fmt: skip
+OF_MODEL = ("log-probs", "reference", "teacher", "loss", "entropy", "gradient", "weights")
+UNKNOWN = {  # field of Megatron-core that changes a formula → a quantity that has none here, and why
+    "moe_aux_loss_coeff": ("grad_norm", "the balancing loss depends on which answers share a micro-batch"),
+}
 SHOWN = 3  # problems of an item, each of another quantity
 EXACT = {  # what goes through no model, in every dtype
     "reward": (1e-6, 1e-6), "reward/": (1e-9, 1e-9), "overlong": (1e-9, 0.0), "groups/": (1e-9, 0.0),
@@ -70,9 +74,17 @@ class Report:
         self.firsts = {}  # an item that parts → step and problem, the first item first
         self.remarks = list(run.remarks)  # on the run as a whole
         self.absent = absent(run)
+        cfg = run.cfg
+        sections = ("megatron", cfg.megatron), ("rollout.vllm", cfg.rollout.vllm)
+        options = [f"{section}.{name}={value}" for section, given in sections for name, value in given.items()]
+        self.perhaps = f" (perhaps by {', '.join(options)})" if options else ""
+        self.unknown = dict(UNKNOWN[name] for name, value in cfg.megatron.items() if name in UNKNOWN and value)
 
     def check(self, item, name, theirs, own):
         """Compare a number, or numbers, of the run with ours; None in a run is no number. Whether they agree."""
+        if name in self.unknown:
+            self.note(item, self.unknown[name])
+            return True
         found = self.compare(name, theirs, own)
         if found.share > self.items[item].largest.share:
             self.items[item].largest = found
@@ -84,6 +96,7 @@ class Report:
         found = self.items[item]
         found.count += count
         if problem:
+            problem += self.perhaps if item in OF_MODEL else ""
             quantity = re.sub(r"'[^']*'|[^a-zA-Z:/_]", "", problem)  # in which groups, numbers and texts are alike
             found.problems.setdefault(quantity, f"from step {self.step} on: {problem}")
             self.firsts.setdefault(item, f"step {self.step}, {item}: {problem}")
@@ -94,6 +107,8 @@ class Report:
 
     def compare(self, name, theirs, own):
         """The difference of a number, or numbers, of the run from ours."""
+        if name in self.unknown:
+            return Difference()
         theirs = torch.as_tensor(math.nan if theirs is None else theirs, dtype=torch.float64).flatten()
         own = torch.as_tensor(own, dtype=torch.float64).flatten()
         if len(theirs) != len(own):

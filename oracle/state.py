@@ -61,7 +61,7 @@ class State:
         self.late = f"{late[0]} is newer than the answers of step 1" if late else ""
 
         # What is known of the run's weights.
-        self.has_moments = True  # whether the optimizer's state is the run's
+        self.has_moments = not report.unknown  # whether the optimizer's state is the run's
         self.unknown = ""  # why our weights are not the run's
         self.nuclei = None  # of the step's answers, as nuclei.find returns them
         if self.trainer is None:

@@ -13,12 +13,12 @@ from oracle.report import ITEMS, Report
 from tests.conftest import REPO, tiny_config, write_rows
 
 
-def report_of(*items, folder="absent"):
-    """A report in which these items were judged, and agree."""
-    cfg = tiny_config()
-    report = Report(run.Recorded(Path(folder), cfg, {}, [1], []))
-    for item in items:
-        report.say(item)
+def report_of(*items):
+    """A report in which these items were judged, and agree; of a run with these keys."""
+    cfg = tiny_config(*(key for key in items if key not in ITEMS))
+    report = Report(run.Recorded(Path("absent"), cfg, {}, [1], []))
+    for item in ITEMS:
+        report.say(item, count=item in items)
     return report
 
 
@@ -65,6 +65,17 @@ def test_an_item_that_parts_shows_each_of_its_quantities_once():
     assert report.verdict(["loss", "order"]) == (0, f"yours: order, loss; agrees: {agree}")
     first = "the first in step 2, order: group 2 has the prompt '2=', not number 1"
     assert report.verdict(["loss"]) == (1, f"PARTS: order, {first}; yours: loss; agrees: {agree}")
+
+
+def test_options_of_the_libraries_are_named_where_the_model_parts():
+    """A loss that depends on micro-batches has no formula; of any other option the formula is the same."""
+    report = report_of(*RECORDED, "megatron.moe_aux_loss_coeff=0.1", "megatron.adam_eps=1e-6")
+    assert report.check("gradient", "grad_norm", 1.0, 2.0)
+    report.check("entropy", "entropy", 1.0, 2.0)
+    report.check("order", "groups/x", 1.0, 2.0)
+    options = " (perhaps by megatron.moe_aux_loss_coeff=0.1, megatron.adam_eps=1e-06)"
+    assert [report.items[name].parts.endswith(options) for name in ("entropy", "order")] == [True, False]
+    assert report.unjudged() == {"gradient": ["the balancing loss depends on which answers share a micro-batch"]}
 
 
 # ---------------------------------------------------------------- folders
