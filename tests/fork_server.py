@@ -97,7 +97,10 @@ def serve():
     import tests.layout_worker  # noqa: F401, train_grpo.py and Megatron-core
 
     vllm_process.set_environment()
+    import datasets  # noqa: F401
     from vllm import LLM, SamplingParams  # noqa: F401, most of vLLM
+    from vllm.model_executor.layers.fused_moe.experts import cpu_moe  # noqa: F401
+    from vllm.v1.worker import cpu_worker  # noqa: F401, a worker's part of it
 
     gc.freeze()  # else a collection in a rank would write to all of it, and so copy it
     for line in sys.stdin:

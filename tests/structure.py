@@ -61,17 +61,22 @@ def is_docstring(node):
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 
-def tokens(source):
-    """Tokens of code of a Python source, or of some lines of one that tokenize by themselves."""
-    starts = {(node.lineno, node.end_lineno) for node in docstrings(ast.parse(source))}
+def tokens(source) -> list[tokenize.TokenInfo]:
+    """Tokens of code of a Python source, or of some lines of one that tokenize by themselves; no docstrings."""
+    docs = [node.body[0] for node in blocks(ast.parse(source)) if node.body and is_docstring(node.body[0])]
+    free = {line for doc in docs for line in range(doc.lineno, doc.end_lineno + 1)}
     found = tokenize.generate_tokens(io.StringIO(source).readline)
-    return sum(token.type not in FREE and not any(a <= token.start[0] <= b for a, b in starts) for token in found)
+    return [token for token in found if token.type not in FREE and token.start[0] not in free]
 
 
-def docstrings(tree):
-    """The docstrings of a module, its classes and its functions."""
-    owners = [node for node in ast.walk(tree) if isinstance(node, DOCUMENTED)]
-    return [node.body[0] for node in owners if node.body and is_docstring(node.body[0])]
+def blocks(tree):
+    """A module, its classes and its functions, without a look into expressions."""
+    todo = [tree]
+    while todo:
+        node = todo.pop()
+        if isinstance(node, DOCUMENTED):
+            yield node
+        todo += [child for child in ast.iter_child_nodes(node) if isinstance(child, (ast.stmt, ast.excepthandler))]
 
 
 def added_tokens(patch):
@@ -106,7 +111,7 @@ def names(tree):
 
 
 def long_functions(tree):
-    for node in ast.walk(tree):
+    for node in blocks(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             length = node.end_lineno - node.lineno + 1
             if length > FUNCTION_LINES:
@@ -141,7 +146,7 @@ def weights(root):
     wings = {"top": [root / name for name in TOP]}
     for folder in FOLDERS:
         wings[folder] = sorted((root / folder).rglob("*.py"))
-    sizes = {name: sum(tokens(path.read_text()) for path in wing) for name, wing in wings.items()}
+    sizes = {name: sum(len(tokens(path.read_text())) for path in wing) for name, wing in wings.items()}
     sizes["recipes"] = sum(added_tokens(path.read_text()) for path in sorted(root.glob("recipes/*.patch")))
     return sizes | {"docs": sum(len(path.read_text().split()) for path in [root / "README.md", *pages(root)])}
 
@@ -162,7 +167,7 @@ def over_budget(sizes):
 def long_bodies(path):
     """The functions of a file with LONG lines or more after their docstring, and these lines."""
     lines = path.read_text().splitlines()
-    for node in ast.walk(parse(path)):
+    for node in blocks(parse(path)):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             first = node.body[1] if is_docstring(node.body[0]) and len(node.body) > 1 else node.body[0]
             body = lines[first.lineno - 1 : node.end_lineno]
@@ -185,13 +190,9 @@ def tokens_a_line(paths):
     """Tokens of code of the files for each line of code."""
     total, lines = 0, 0
     for path in paths:
-        free = {line for doc in docstrings(parse(path)) for line in range(doc.lineno, doc.end_lineno + 1)}
-        code = set()
-        for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
-            if token.type not in FREE and token.start[0] not in free:
-                total += 1
-                code.update(range(token.start[0], token.end[0] + 1))
-        lines += len(code)
+        code = tokens(path.read_text())
+        total += len(code)
+        lines += len({line for token in code for line in range(token.start[0], token.end[0] + 1)})
     return total / lines
 
 

@@ -144,23 +144,23 @@ def check_held(held, plan, layout):
     assert held.tolist() == [[gpu.get(kind, 0) for kind in KINDS] for gpu in planned]
 
 
-# In `make test`: each axis, and each pair of axes that meets in one tensor or one schedule.
+# In `make test`: each axis, and pairs of axes that meet in one tensor or one schedule; more of them in test_lora.py.
 QUICK = {
-    "qwen2": ("TP2·DP2, without SP", "TP2·CP2", "TP4", "PP2·CP2", "TP2·PP2·VPP2, overlap, full recompute"),
-    "qwen3_moe": (
-        "EP4·DP4, overlap",
-        "EP2·TP2·ETP1·DP2",
-        "EP2·TP2·ETP2·DP2",
-        "PP2·EP2·DP2",
-        "CP2·EP2·DP2",
-        "PP2·EP2·DP2, allgather",
-    ),
+    "qwen2": ("TP2·DP2, without SP", "TP4", "PP2·CP2", "TP2·PP2·VPP2, overlap, full recompute"),
+    "qwen3_moe": ("EP4·DP4, overlap", "EP2·TP2·ETP1·DP2", "CP2·EP2·DP2", "PP2·EP2·DP2, allgather"),
     "qwen3_5_text": ("TP2·CP2",),
 }
+ON_GPUS = {"qwen2": ("TP2·CP2",), "qwen3_moe": ("EP2·TP2·ETP2·DP2", "PP2·EP2·DP2")}  # there besides
+
+
+def marks_of(family, layout) -> list[pytest.MarkDecorator]:
+    is_quick = layout in QUICK.get(family, ())
+    marks = [] if is_quick else [pytest.mark.slow]
+    return marks + ([pytest.mark.gpu(ranks=4)] if is_quick or layout in ON_GPUS.get(family, ()) else [])
+
+
 CASES = [
-    pytest.param(
-        family, layout, marks=pytest.mark.gpu(ranks=4) if layout in QUICK.get(family, ()) else pytest.mark.slow
-    )
+    pytest.param(family, layout, marks=marks_of(family, layout))
     for family in FAMILIES
     for layout in layouts_of(family)
 ]

@@ -65,13 +65,13 @@ def check_same(plain, found):
         assert relative(found[name], plain[name].double()) < 1e-5, name
 
 
-@pytest.mark.parametrize("family", EVERYTHING)
-def test_options_change_no_update(world, tmp_path, family):
+def test_options_change_no_update(world, tmp_path):
     """What Megatron compiles is not compiled, which takes half a minute; the ranks of the slow test compile it."""
-    plan = make_plan(tmp_path, family, layouts={"plain": [], **EVERYTHING[family]})
+    chosen = EVERYTHING["qwen2_moe"]
+    plan = make_plan(tmp_path, "qwen2_moe", layouts={"plain": [], **chosen})
     with torch.compiler.set_stance("force_eager"):
         plain = one_layout(plan, "plain")
-        for name in EVERYTHING[family]:
+        for name in chosen:
             check_same(plain, one_layout(plan, name))
 
 
@@ -94,7 +94,7 @@ def test_gradients_that_products_add_to_main_grad_are_the_same(world, tmp_path, 
     assert added
 
 
-@pytest.mark.parametrize("family", EVERYTHING)
+@pytest.mark.parametrize("family", ["qwen2_moe", pytest.param("qwen2", marks=pytest.mark.slow)])
 def test_offloaded_activations_change_no_bit(world, tmp_path, monkeypatch, family):
     """Also those that are recomputed; every activation of a tiny model is small."""
     packed = []
