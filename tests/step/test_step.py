@@ -148,13 +148,13 @@ def repeatable(monkeypatch):
 
 @pytest.mark.gpu
 def test_what_leaves_while_vllm_samples_comes_back_the_same(repeatable, build):
-    """Three steps with two updates each; what a checkpoint holds after them, and a resume reads; that it was away."""
+    """Two steps with two updates each; what a checkpoint holds after them, and a resume reads; that it was away."""
     bf16 = ("model.dtype=bf16", "train.updates_per_step=2", "algo.kl_coef=0.05", "rollout.max_logp_gap=inf")
     found = {}
     for offload, reference in (("none", "gpu"), ("grads", "gpu"), ("optimizer", "host")):
         where = (f"train.offload={offload}", f"algo.reference_on={reference}")
         run = build(*bf16, *where)
-        metrics = [train_grpo.train_step(run, step)[0] for step in (1, 2, 3)]
+        metrics = [train_grpo.train_step(run, step)[0] for step in (1, 2)]
         buffers = [buffer for chunk in run.model for buffer in chunk.buffers]
         assert all((buffer.grad_data.untyped_storage().size() == 0) == (offload != "none") for buffer in buffers)
         assert all(hasattr(shard, "host") == (offload == "optimizer") for shard in state_shards(run.optimizer))
@@ -170,7 +170,7 @@ def test_what_leaves_while_vllm_samples_comes_back_the_same(repeatable, build):
         assert all(torch.equal(found[other][2][key], values) for key, values in saved.items())
 
     # A resume reads the same.
-    train_grpo.save(run, 3)
+    train_grpo.save(run, 2)
     checkpoint = run.writer.finish()
     run = build(*bf16, *where)
     assert all(hasattr(shard, "host") for shard in state_shards(run.optimizer))
