@@ -160,9 +160,7 @@ def marks_of(family, layout) -> list[pytest.MarkDecorator]:
 
 
 CASES = [
-    pytest.param(family, layout, marks=marks_of(family, layout))
-    for family in FAMILIES
-    for layout in layouts_of(family)
+    pytest.param(family, layout, marks=marks_of(family, layout)) for family in FAMILIES for layout in layouts_of(family)
 ]
 
 

@@ -63,7 +63,9 @@ def test_a_sampler_that_returns_no_nuclei_is_refused(monkeypatch):
     "keys",
     [
         ("rollout.top_p=0.9", "lora.rank=4", "parallel.tp=2", "train.updates_per_step=2", "algo.kl_coef=0.05"),
-        pytest.param(("rollout.top_k=5", "rollout.tp=2", "parallel.cp=2", "rollout.stop=['1']"), marks=pytest.mark.slow),
+        pytest.param(
+            ("rollout.top_k=5", "rollout.tp=2", "parallel.cp=2", "rollout.stop=['1']"), marks=pytest.mark.slow
+        ),
     ],
 )
 def test_the_gap_of_a_cut_run_is_rounding(train_forked, tiny, keys):

@@ -48,12 +48,13 @@ def test_a_config_dry_runs(path, more, tiny, tmp_path, monkeypatch, capsys):
     rows = tmp_path / "train.jsonl"
     write_rows(rows, read_rows(tiny / "train.jsonl")[:4])  # each is graded before a start
     data = [f"data.train={rows}", "data.prompt_key=prompt", "data.answer_key=answer", "data.custom=null"]
+    data += ["reward.workers=1"]
     if cfg.data.eval is not None:
         data.append(f"data.eval={rows}")
 
     size = re.search(r"GPUs of (\d+) GB", path.read_text())
     memory = size[1] if size else "80"
-    command = ["--config", str(path), "--dry-run", "--world-size", str(ranks), "--gpu-memory-gb", memory, "reward.workers=1"]
+    command = ["--config", str(path), "--dry-run", "--world-size", str(ranks), "--gpu-memory-gb", memory]
     assert train_grpo.main([*command, *shapes, *data, *more.split()]) == 0, capsys.readouterr().err
     out = capsys.readouterr().out
     assert "4 prompts" in out and "does not fit" not in out and "no room" not in out
