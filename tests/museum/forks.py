@@ -128,7 +128,7 @@ FORKS = {
     "a halved clip": Fork(
         "the lower bound of the ratio is half as far", (("policy_loss",
         "ratio_T.clamp(1 - algo.clip_low, 1 +", "ratio_T.clamp(1 - algo.clip_low / 2, 1 +"),),
-        {"loss"}, ("train.updates_per_step=2", "train.lr=0.01", "algo.clip_low=0.02", "algo.clip_high=0.02")),
+        {"loss"}, ("train.updates_per_step=2", "train.lr=0.01")),
     "leave one out": Fork(
         "the baseline of an answer is the mean of the others", (("group_advantages",
         "(r - r.mean()) / (r.std(ddof=1) + 1e-6)", "r - (r.sum() - r) / (len(r) - 1)"),), {"advantages"}),
