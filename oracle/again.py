@@ -28,7 +28,10 @@ def ask(state):
     """Start a vLLM that answers some requests again. Returns (its future, the requests), or nothing and a note why."""
     why = obstacle(state)
     if why:
-        return state.report.note("sampling", f"not asked again: {why}")
+        return state.report.note("sampling", f"asked again: {why}")
+    versions = state.run.folder / "versions.json"
+    if torch.cuda.is_available() or (versions.exists() and json.loads(versions.read_text()).get("driver")):
+        return state.report.remarks.append("vLLM is not asked again: on a GPU random numbers depend on the device")
     cfg = state.cfg
     saved = [step for step in state.run.steps[:-1] if state.run.has("hf", step)]
     models = [{"folder": str(state.trainer.folder), "requests": asked_of(state, 0)}]
@@ -56,9 +59,6 @@ def obstacle(state):
         return "there is no model"
     if importlib.util.find_spec("vllm") is None:
         return "there is no vLLM"
-    versions = state.run.folder / "versions.json"
-    if torch.cuda.is_available() or (versions.exists() and json.loads(versions.read_text()).get("driver")):
-        return "on a GPU a request's random numbers depend on the device"
     return ""
 
 
@@ -105,10 +105,10 @@ def judge_again(state, asked):
     try:
         done = running.result()
     except subprocess.TimeoutExpired:
-        return report.note("sampling", f"not asked again: vLLM took longer than {SECONDS} s")
+        return report.note("sampling", f"asked again: vLLM took longer than {SECONDS} s")
     if done.returncode:
         *_, line = done.stderr.strip().splitlines() or [""]
-        return report.note("sampling", f"not asked again: vLLM says {line[:160]}")
+        return report.note("sampling", f"asked again: vLLM says {line[:160]}")
 
     answers = [answer for model in json.loads(done.stdout) for answer in model]
     problem, report.step = difference(requests, answers, state.cfg.model.dtype)

@@ -62,7 +62,7 @@ def bounds_of(logits, sampling, slack=0.0):
 def find(state, answers, sampling, temperature):
     """Give the answers (trainer.Scored) the nuclei that are not recorded, from our logits, where `sampling` cuts.
 
-    Returns (what is wrong with recorded ones or "", their mean size, that of ours), or None without recorded ones.
+    Returns (what is wrong with recorded ones or "", their sizes, those of ours), or None without recorded ones.
     """
     if sampling.top_p == 1 and sampling.top_k <= 0:
         return None
@@ -87,7 +87,7 @@ def find(state, answers, sampling, temperature):
         ours += own.sum(-1).tolist()
         for given in zip(recorded, tokens, *bounds_of(drawn, sampling, slack), strict=True):
             problem = problem or difference(*given)
-    return (problem, sum(theirs) / len(theirs), sum(ours) / len(ours)) if theirs else None
+    return (problem, theirs, ours) if theirs or problem else None
 
 
 def difference(nucleus, token, must, may):

@@ -49,7 +49,8 @@ def judge_log_probs(state, answers, updates):
     if state.nuclei:
         problem, theirs, ours = state.nuclei
         report.say("sampling", problem)
-        report.check("sampling", "nucleus: mean size", theirs, ours)
+        if theirs:
+            report.check("sampling", "nucleus: mean size", sum(theirs) / len(theirs), sum(ours) / len(ours))
     if answers[0].teacher is not None:
         apart = torch.cat([a.old - a.teacher for a in answers if a.is_trained] or [torch.zeros(1)])
         report.check("teacher", "kl/teacher", metrics["kl/teacher"], apart.double().mean())

@@ -63,6 +63,27 @@ def test_log_prob_and_entropy_are_over_the_nucleus():
     assert entropy[0].item() == pytest.approx(-(4 / 7 * math.log(4 / 7) + 3 / 7 * math.log(3 / 7)))
 
 
+GROUP = {"group": 3, "response_ids": [0, 2]}
+FOUND = {  # the nuclei that a run recorded for the tokens of GROUP → what is wrong, their sizes, ours
+    (0, 2, -1, 2, 0, -1): ("", [2, 2], [2, 2]),
+    (0, 2, -1, 2, -1): ("it is drawn from 1 ids, without 0", [2, 1], [2, 2]),
+    (0, 2, -1): ("group 3: 1 nuclei of 2 tokens", [], []),
+    None: None,
+}
+
+
+@pytest.mark.parametrize("given", FOUND)
+def test_nuclei_of_a_step(given):
+    """Those that are not recorded are ours, and the token."""
+    row = GROUP if given is None else GROUP | {"nuclei": [*given]}
+    answer = SimpleNamespace(row=row, sampled=[0, 1], nuclei=nuclei.nuclei_of(row, [0, 1]))
+    trainer = SimpleNamespace(logits=lambda answers, temperature: [(0, LOGITS.expand(2, -1))])
+    state = SimpleNamespace(trainer=trainer, report=SimpleNamespace(bounds={"token: rollout_logp": (5e-4, 0.0)}))
+    assert nuclei.find(state, [answer], sampling(0.6, -1), 1.0) == FOUND[given]
+    assert given or answer.nuclei == [[0, 2], [0, 2]]
+    assert nuclei.find(state, [answer], sampling(1, -1), 1.0) is None
+
+
 @pytest.mark.parametrize("normed", [True, False])
 def test_routes_are_kept_while_the_weights_move(normed):
     config = transformers.Qwen3MoeConfig(hidden_size=4, num_experts=6, num_experts_per_tok=2, norm_topk_prob=normed)
