@@ -66,7 +66,7 @@ def asked_of(state, step):
     """The requests of some answers that the weights after a step gave: of the next step, and of an evaluation."""
     cfg = state.cfg
     limit = cfg.rollout.max_new_tokens
-    training = cfg.rollout.model_copy(update={"temperature": scheduled(cfg, step + 1)["temperature"]})
+    training = cfg.rollout.model_copy(update={"temperature": scheduled(cfg, step + 1)["rollout.temperature"]})
     found = some_of(state, state.run.rollouts(step + 1), training, limit, step + 1)
     return found + some_of(state, state.run.rollouts(step, "eval"), cfg.eval, cfg.eval.max_new_tokens or limit, step)
 

@@ -48,13 +48,14 @@ def seed_of(*numbers):
 
 
 def scheduled(cfg, step):
-    """{name: value in this step} of the keys that may have a schedule, with the warm-up of the learning rate."""
+    """{dotted key: value in this step} of the keys that may have a schedule, with the warm-up of the learning rate."""
     values = {
-        "lr": cfg.train.lr, "kl_coef": cfg.algo.kl_coef, "entropy_coef": cfg.algo.entropy_coef,
-        "temperature": cfg.rollout.temperature,
+        "train.lr": cfg.train.lr, "algo.kl_coef": cfg.algo.kl_coef, "algo.entropy_coef": cfg.algo.entropy_coef,
+        "rollout.temperature": cfg.rollout.temperature,
     }  # fmt: skip
 
-    for name, course in cfg.schedule:
+    for key in values:
+        course = getattr(cfg.schedule, key.partition(".")[2])
         if course is None:
             continue
         last = course.steps or cfg.train.steps
@@ -63,36 +64,52 @@ def scheduled(cfg, step):
             progress = float(progress == 1)
         elif course.shape == "cosine":
             progress = (1 - math.cos(math.pi * progress)) / 2
-        values[name] += (course.to - values[name]) * progress
+        values[key] += (course.to - values[key]) * progress
 
     if cfg.train.warmup_steps:
-        values["lr"] *= min(1.0, step / cfg.train.warmup_steps)
+        values["train.lr"] *= min(1.0, step / cfg.train.warmup_steps)
     return values
+
+
+def mixed_groups(answers):
+    """{group: whether its rewards differ, before the penalty on length}."""
+    rewards = {}
+    for a in answers:
+        plain = sum(value for name, value in a["reward_parts"].items() if name != "overlong")
+        rewards.setdefault(a["group"], set()).add(plain)
+    return {group: len(values) > 1 for group, values in sorted(rewards.items())}
+
+
+def sampled_groups(answers, cfg):
+    """How many groups a step samples: in each round as many as it still lacks, of which those of equal rewards do not
+    count where there are several rounds.
+    """
+    counts = [mixed or cfg.algo.max_rounds == 1 for mixed in mixed_groups(answers).values()]
+    sampled = kept = 0
+    for _ in range(cfg.algo.max_rounds):
+        missing = cfg.rollout.prompts_per_step - kept
+        kept += sum(counts[sampled : sampled + missing])
+        sampled += missing
+    return sampled
 
 
 def trained_groups(answers, cfg):
     """The groups that a step trains on.
 
-    Under dynamic sampling these are the groups whose rewards differ before the penalty on length. If there are none, it
-    trains on the groups of the last round, which then had as many as the first.
+    Under dynamic sampling these are the groups of mixed rewards. If there are none, it trains on the groups of the last
+    round, which then had as many as the first.
     """
-    rewards = {}
-    for a in answers:
-        plain = sum(value for name, value in a["reward_parts"].items() if name != "overlong")
-        rewards.setdefault(a["group"], set()).add(plain)
+    groups = mixed_groups(answers)
     if cfg.algo.max_rounds == 1:
-        return set(rewards)
-
-    mixed = {group for group, values in rewards.items() if len(values) > 1}
-    return mixed or set(sorted(rewards)[-cfg.rollout.prompts_per_step :])
+        return {*groups}
+    return {group for group, mixed in groups.items() if mixed} or {*[*groups][-cfg.rollout.prompts_per_step :]}
 
 
-def updates_of(answers, cfg, step):
+def updates_of(answers, groups, cfg, step):
     """Numbers of the answers of each update: each epoch shuffles the groups and cuts them into updates_per_step."""
-    groups = sorted({a["group"] for a in answers})
     updates = []
     for epoch in range(cfg.train.epochs_per_step):
-        order = np.random.default_rng([cfg.seed, step, epoch]).permutation(groups)
+        order = np.random.default_rng([cfg.seed, step, epoch]).permutation(sorted(groups))
         for part in np.array_split(order, cfg.train.updates_per_step):
             chosen = [i for i, a in enumerate(answers) if a["group"] in part]
             if chosen:

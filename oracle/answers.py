@@ -9,7 +9,7 @@ from itertools import accumulate
 import torch
 
 from oracle import formulas
-from oracle.algorithm import seed_of
+from oracle.algorithm import sampled_groups, seed_of
 from oracle.nuclei import find
 from oracle.sampling import Bets
 from oracle.trainer import scored
@@ -158,13 +158,13 @@ def turns_of(row):
     return [row["response_ids"][end - length : end] for end, length in zip(ends, row["turns"], strict=True)]
 
 
-def judge_odds(state, answers, replaced):
-    """Whether a step's answers look drawn from our probabilities; rows that were `replaced` are not trained."""
-    others = [scored(row, state.cfg) for row in replaced]
-    find(state, others, state.cfg.rollout, state.values["temperature"])
-    state.trainer.score(others, "before", state.values["temperature"])
-    state.bets.add(sorted([*answers, *others], key=lambda a: a.row["group"]), state.ends)
-    state.report.say("sampling", state.bets.won(), sum(len(a.sampled) for a in answers + others))
+def judge_odds(state, answers):
+    """Whether a step's answers look drawn from our probabilities, those of replaced groups too."""
+    others = [a for a in answers if a.seen is None]
+    find(state, others, state.cfg.rollout, state.cfg.rollout.temperature)
+    state.trainer.score(others, "before", state.cfg.rollout.temperature)
+    state.bets.add(answers, state.ends)
+    state.report.say("sampling", state.bets.won(), sum(len(a.sampled) for a in answers))
 
 
 # ---------------------------------------------------------------- rewards and groups
@@ -238,6 +238,7 @@ def judge_groups(state, rows, trained):
     check("groups", "groups/size", [*sizes.values()], [state.cfg.rollout.group_size] * len(sizes))
     check("rewards", "reward/mean", metrics["reward/mean"], sum(row["reward"] for row in rows) / len(rows))
     check("groups", "groups/sampled", metrics["groups/sampled"], len(sizes))
+    check("groups", "groups/prompts_per_step", len(sizes), sampled_groups(rows, state.cfg))
     check("groups", "groups/trained", metrics["groups/trained"], len(trained))
 
 

@@ -1,6 +1,6 @@
-"""The checkout's own token weights and loss, on log-probs of plain transformers, an answer at a time.
+"""The checkout's own loss, on log-probs of plain transformers, an answer at a time.
 
-They are called where a run parts from the formulas, so that what a fork did not touch can still be compared.
+It is called where a run parts from the formulas, so that what a fork did not touch can still be compared.
 """
 
 from dataclasses import replace
@@ -25,16 +25,8 @@ def positions_of(a):
     return torch.tensor(a.sampled) + len(a.row["prompt_ids"]) - 1
 
 
-def own_weights(answers, chosen, cfg):
-    """The weights of the sampled tokens of each `chosen` answer of a step, in an update on these."""
-    batch = train_grpo.flatten([sample_of(a) for a in answers], cfg.algo.mask_truncated)
-    weights_F = train_grpo.loss_weights(batch, chosen, cfg.algo.loss_norm, cfg.norm_length)
-    return [weights_F[int(batch.starts_N[n]) + positions_of(answers[n])] for n in chosen]
-
-
-def own_loss(cfg, step):
-    """The loss, for Trainer.gradient, as grpo_loss computes it with the configuration of a step."""
-    algo = train_grpo.config_at(cfg, step).algo
+def own_loss(algo):
+    """The loss, for Trainer.gradient, as grpo_loss computes it."""
 
     def loss(a, weight, logp, entropy):
         batch = train_grpo.flatten([sample_of(a)], algo.mask_truncated)
@@ -46,7 +38,7 @@ def own_loss(cfg, step):
 
         batch = replace(
             batch,
-            advantages=spread(a.advantages),
+            advantages=spread(a.token_advantages),
             weights=spread(weight),
             old_logp=spread(a.old),
             ref_logp=spread(a.ref),

@@ -2,22 +2,21 @@
 
 import torch
 
-from oracle import algorithm, formulas
+from oracle import formulas
 from oracle.state import OF_UPDATE
 
 
-def follow_reference(state, answers):
+def follow_reference(state, answers, first):
     """Go on with the reference that the run has in this step: the one so far, or else the weights before the step.
 
-    `kl/ref` decides which. Where neither has it, what depends on the reference is not judged.
+    `kl/ref`, of the answers `first` of the first update, decides which. Where neither has it, what depends on the reference is not judged.
     """
     cfg = state.cfg
     trainer = state.trainer
-    if not (cfg.algo.moving_reference and state.metrics):
+    if not (cfg.algo.moving_reference and first):
         return
-    temperature = state.values["temperature"]
+    temperature = cfg.rollout.temperature
     trainer.score(answers, "before", temperature)
-    first = [answers[n] for n in algorithm.updates_of([a.row for a in answers], cfg, state.report.step)[0]]
 
     problem = misfit(state, first)
     if not problem:

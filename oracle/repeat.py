@@ -1,11 +1,9 @@
 """A run, once more: how each of its steps is repeated. What is compared is in answers.py, updates.py and exports.py.
 
-Rows are answers as rollouts/ has them; `state` is what repeats the run.
+Rows are answers as rollouts/ has them, lines what it has of updates; `state` is what repeats the run.
 """
 
-import math
-
-from oracle import again, algorithm
+from oracle import again, algorithm, updates
 from oracle.answers import judge_answers, judge_evaluation, judge_groups, judge_odds, judge_order, judge_rewards
 from oracle.exports import judge_checkpoint, judge_exports
 from oracle.nuclei import find
@@ -14,7 +12,6 @@ from oracle.report import Report
 from oracle.run import Recorded
 from oracle.state import OF_UPDATE, State
 from oracle.trainer import scored
-from oracle.updates import gradient, judge_advantages, judge_first_update, judge_log_probs
 
 
 def repeat(run: Recorded, with_vllm=False):
@@ -34,27 +31,22 @@ def repeat(run: Recorded, with_vllm=False):
 def repeat_step(state, step):
     """Compare all that a step recorded, in the order in which a step makes it, and make its updates."""
     run = state.run
-    cfg = state.cfg
     rows = run.rollouts(step)
-    state.metrics = run.metrics.get(step)
-    state.values = algorithm.scheduled(cfg, step)
+    state.metrics = run.metrics[step]
+    state.lines = run.updates(step)
+    updates.judge_values(state, state.lines[0] if state.lines else {})
+    cfg = state.cfg
 
     # The answers: the order of prompts, how each answer was sampled and how it ended, and its reward.
     prompts = judge_order(state, rows)
-    sampling = cfg.rollout.model_copy(update={"temperature": state.values["temperature"]})
-    judge_answers(state, rows, step, sampling, cfg.rollout.max_new_tokens)
+    judge_answers(state, rows, step, cfg.rollout, cfg.rollout.max_new_tokens)
     judge_rewards(state, rows, prompts, cfg.algo.overlong_buffer)
 
-    # The groups that are trained.
+    # The groups that are trained, and their updates.
     groups = algorithm.trained_groups(rows, cfg)
-    if state.metrics:
-        judge_groups(state, rows, groups)
-        judge_schedule(state)
-
-    # Their updates.
-    repeat_updates(state, *([row for row in rows if (row["group"] in groups) == chosen] for chosen in (True, False)))
-    if state.metrics:
-        state.updates += state.metrics["update/applied"]
+    judge_groups(state, rows, groups)
+    repeat_updates(state, rows, groups)
+    state.updates += state.metrics["update/applied"]
 
     # What the step leaves.
     judge_exports(state, step)
@@ -62,56 +54,83 @@ def repeat_step(state, step):
     judge_evaluation(state, run.rollouts(step, "eval"))
 
 
-def judge_schedule(state):
-    """The learning rate and the keys that have a schedule. Where they part, the values of the step become the run's."""
-    names = {"lr": "lr"}
-    for name, course in state.cfg.schedule:
-        if course is not None:
-            names[f"schedule/{name}"] = name
-    for metric, name in names.items():
-        found = state.metrics.get(metric, math.nan)
-        if not state.report.check("lr", metric, found, state.values[name]):
-            state.values[name] = found
+def repeat_updates(state, rows, groups):
+    """The advantages of a step and its updates. After it our weights are the run's, or state.unknown says why not."""
+    planned = algorithm.updates_of(rows, groups, state.cfg, state.report.step)
+    updates.judge_number(state, planned)
+    lines = state.lines
+    if lines is None:
+        lines = updates.of_metrics(state.metrics, len(planned))
+        for item in ("updates", "token-weights"):
+            state.report.note(item, "the run, of an earlier version, does not record them")
 
-
-def repeat_updates(state, rows, replaced):
-    """The advantages of a step and its updates. After it our weights are the run's, or state.unknown says why not.
-
-    `rows` are trained, those of the groups that were `replaced` are not.
-    """
-    metrics = state.metrics
-    trainer = state.trainer
+    # Answers that were trained and not sampled in this step are numbered after those of it.
     answers = [scored(row, state.cfg) for row in rows]
+    chosen, weights = [], []
+    for number, line in enumerate(lines):
+        gap = [None] * (len(answers) - len(rows))
+        answers += [scored(row, state.cfg) for row in line.get("others", [])]
+        for name in {"weights", "advantages"} & line.keys():
+            line[name][len(rows) : len(rows)] = gap
+        ours = planned[number] if number < len(planned) else []
+        numbers, found = updates.judge_chosen(state, answers, line, ours)
+        chosen.append(numbers)
+        weights.append(found)
+
+    # What they need besides.
+    trained = sorted({n for numbers in chosen for n in numbers})
+    whole = sorted({n for numbers in planned for n in numbers})
     if not state.unknown:
-        state.nuclei = find(state, answers, state.cfg.rollout, state.values["temperature"])
-        trainer.prepare(answers, state.values)
-        follow_reference(state, answers)
-    answers = judge_advantages(state, answers)
+        for numbers in (trained, [n for n in whole if n not in trained]):
+            found = find(state, [answers[n] for n in numbers], state.cfg.rollout, state.cfg.rollout.temperature)
+            state.nuclei = found if numbers is trained else state.nuclei
+        used = [answers[n] for n in sorted({*trained, *whole})]
+        state.trainer.prepare(used, len(lines) > 1)
+        follow_reference(state, used, [answers[n] for n in chosen[0]] if chosen else [])
+    updates.judge_advantages(state, answers, trained, whole)
+
     if state.unknown:
         return state.report.note("sampling", f"against no probabilities: {state.unknown}")
 
-    # The first update. Almost all that a run reports is computed with the weights before it.
-    updates = algorithm.updates_of([a.row for a in answers], state.cfg, state.report.step)
-    first = gradient(state, answers, updates[0], state.own)
-    if first is None:
-        return state.lose("the loss cannot be computed", OF_UPDATE)
-    if metrics and judge_log_probs(state, answers, updates):
-        first = judge_first_update(state, answers, updates[0], first)
-    if state.unknown:
-        return
-    judge_odds(state, answers, replaced)
-    if metrics and metrics["update/applied"] not in (0, len(updates)):
-        return state.lose("some updates of a step were skipped, it is not recorded which", ("weights",))
-
-    # All updates.
     clipped = tokens = 0
-    for number, chosen in enumerate(updates):
-        sums = gradient(state, answers, chosen, state.own) if number else first
-        clipped += sums["clipped"]
-        tokens += sums["tokens"]
-        if state.has_moments and (not metrics or metrics["update/applied"]):
-            trainer.step(sums["grad_norm"], state.values["lr"])
+    for number, line in enumerate(lines):
+        if state.unknown:
+            return None
+        if number and "values" in line:
+            updates.judge_values(state, line)
+        sums = repeat_update(state, answers, chosen, weights[number], line, len(rows))
+        if sums:
+            clipped += sums["clipped"]
+            tokens += sums["tokens"]
+    if lines and not state.unknown:
+        state.report.check("loss", "ratio/clip_frac", state.metrics["ratio/clip_frac"], clipped / tokens)
+
+
+def repeat_update(state, answers, chosen, weights, line, sampled):
+    """One update of a step, of which the first `sampled` answers are. Returns the sums of what it reports, or None and
+    state.unknown says why.
+    """
+    number = line["update"] - 1
+    taken = [answers[n] for n in chosen[number]]
+    updates.judge_token_advantages(state, answers, chosen[number], line)
+    sums = updates.gradient(state, taken, weights, line, state.own)
+    if sums is None:
+        return state.lose("the loss cannot be computed", OF_UPDATE)
+    if number == 0:
+        if not updates.judge_log_probs(state, answers, chosen, sampled):
+            return None
+        judge_odds(state, answers[:sampled])
+
+    if "grad_norm" in line:
+        if state.lines is not None:
+            updates.judge_applied(state, line)
+        sums = updates.judge_outcome(state, taken, weights, line, sums)
+        if sums is None:
+            return state.lose("an update parts", OF_UPDATE)
+    if state.metrics["update/applied"] and not line["applied"] and state.lines is None:
+        return state.lose("some updates of a step were skipped, it is not recorded which", ("weights",))
     if not state.has_moments:
         return state.lose("the moments of AdamW are not known", ("weights",))
-    if metrics:
-        state.report.check("loss", "ratio/clip_frac", metrics["ratio/clip_frac"], clipped / tokens)
+    if line["applied"]:
+        state.trainer.step(sums["grad_norm"], state.cfg.train.lr)
+    return sums

@@ -21,12 +21,14 @@ SHOWN = 3  # problems of an item, each of another quantity
 EXACT = {  # what goes through no model, in every dtype
     "reward": (1e-6, 1e-6), "reward/": (1e-9, 1e-9), "overlong": (1e-9, 0.0), "groups/": (1e-9, 0.0),
     "lr": (0.0, 1e-9), "schedule/": (0.0, 1e-9), "state: ": (0.0, 0.0), "equal bits: ": (0.0, 0.0),
+    "token: weight": (1e-6, 1e-6),
 }  # fmt: skip
 # Beginning of a quantity → (absolute, relative) difference that rounding may make in fp32, fp16 and bf16; the longest
 # beginning holds. They are 2.5 (bf16) to 10 times (fp32) the largest differences in the runs of test_pairs.py, or more.
 ROUNDED = {
     "": ((2e-5, 2e-4), (4e-3, 0.03), (2e-2, 0.1)),
     "advantage": ((5e-4, 1e-3), (0.05, 0.1), (0.2, 0.4)),  # with algo.kl_in=reward; else through no model
+    "token: advantage": ((5e-4, 1e-3), (0.1, 0.1), (0.45, 0.4)),  # with a teacher
     "token: rollout_logp": ((5e-4, 0.0), (0.1, 0.0), (0.45, 0.0)),
     "logp_gap/": ((5e-4, 0.0), (0.1, 0.0), (0.45, 0.0)),  # of our weights to vLLM, not of the run's
     "grad_norm": ((1e-6, 3e-4), (2e-3, 0.1), (1e-2, 0.5)),
@@ -117,7 +119,7 @@ class Report:
         beginning = max((known for known in self.bounds if name.startswith(known)), key=len)
         absolute, relative = self.bounds[beginning]
         bounds = absolute + relative * own.abs()
-        apart = (theirs - own).abs().nan_to_num(nan=math.inf)
+        apart = (theirs - own).abs().nan_to_num(nan=math.inf).where(theirs.isfinite() | own.isfinite(), 0.0)
         shares = torch.where(apart == 0, 0.0, apart / bounds)
         if not len(own) or shares.max() == 0:
             return Difference()

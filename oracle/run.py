@@ -15,7 +15,7 @@ FIELDS = {  # of an answer in rollouts/, and of a line of metrics.jsonl, without
 }  # fmt: skip
 METRICS = {
     "reward/mean", "groups/sampled", "groups/trained", "loss/total", "loss/policy", "grad_norm", "entropy", "kl/ref",
-    "logp_gap/mean", "logp_gap/max", "ratio/clip_frac", "lr", "update/applied",
+    "logp_gap/mean", "logp_gap/max", "ratio/clip_frac", "lr", "update/applied", "update/skipped",
 }  # fmt: skip
 
 
@@ -33,6 +33,14 @@ class Recorded:
         """The answers of a step, or with kind="eval" of the evaluation after it; none where there was no such."""
         path = self.folder / f"rollouts/{kind}_{step:06d}.jsonl"
         return read_rows(path) if path.exists() else []
+
+    def updates(self, step):
+        """What each update of a step trained and gave; None in a run of an earlier version."""
+        path = self.folder / f"rollouts/updates_{step:06d}.jsonl"
+        if path.exists():
+            return read_rows(path)
+        if any(self.folder.glob("rollouts/updates_*.jsonl")):
+            raise ValueError(f"{path} is missing, so that nothing after step {step - 1} can be repeated")
 
     def has(self, folder, step):
         """The folder of a step in hf/, adapter/ or checkpoints/, if there is one."""

@@ -29,10 +29,10 @@ class State:
 
     def __init__(self, run: Recorded, report: Report):
         self.run = run
-        self.cfg = run.cfg
+        self.cfg = run.cfg  # in each step with the values of that step
         self.report = report
         self.metrics = None  # of the step, as the run has them
-        self.values = {}  # of the step, of the keys that may have a schedule
+        self.lines = None  # of the step's updates, in a run that records them
         self.taken = self.updates = 0  # prompts, and the optimizer's updates, so far
         self.grader = Grader(run.cfg)
         self.own = set()  # items that the checkout computes in place of formulas

@@ -3,7 +3,6 @@
 import math
 from collections import Counter
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -28,11 +27,11 @@ class Scored:
     nuclei: list | None  # of each token of the response; with a cut of the sampler
     routes: list = field(default_factory=list)  # of the policy before the first update, layer by layer; models.routed
     before: Tensor = None  # by the policy before the step's first update
-    entropy: Tensor = None  # before the first update that it is in
     old: Tensor = None  # log-probs of the ratio
     ref: Tensor = None
     teacher: Tensor = None
-    advantages: Tensor = None
+    advantages: Tensor = None  # its own, at each token
+    token_advantages: Tensor = None  # what the loss is given
     seen: Tensor = None  # before the first update, [values, tokens]: what oracle/sampling.py looks for
 
 
@@ -111,15 +110,13 @@ class Trainer:
 
     # ---------------------------------------------------------------- a step
 
-    def prepare(self, answers, values):
-        """Set the log-probs that the step needs and that its first update does not give."""
+    def prepare(self, answers, several):
+        """Set the log-probs that the step needs and that its first update does not give. `several`: of its updates."""
         algo = self.cfg.algo
-        t = self.cfg.train
-        temperature = values["temperature"]
-        several = t.updates_per_step * t.epochs_per_step > 1
+        temperature = self.cfg.rollout.temperature
         if several or algo.teacher or (algo.kl_coef and algo.kl_in == "reward"):
             self.score(answers, "before", temperature)
-        if algo.kl_coef:
+        if self.reference:
             self.score(answers, "ref", temperature, self.reference)
         if algo.teacher:
             self.score(answers, "teacher", temperature, self.teacher_weights, self.teacher, hinted=True)
@@ -129,14 +126,13 @@ class Trainer:
         for a in answers:
             a.old = a.rollout if is_rollout else a.before
 
-    def gradient(self, answers, weights, loss, temperature):
+    def gradient(self, answers, weights, trained, temperature, loss):
         """The gradient of an update, into `main`; sums over its tokens of what it reports.
 
-        `weights` has a tensor for each answer. loss(answer, weight, logp, entropy) returns the answer's loss and
-        {"policy", "clipped", "outside": sum over the tokens}.
+        `weights` has a tensor for each answer, and the sum of all losses is divided by `trained`. loss(answer, weight,
+        logp, entropy) returns the answer's loss and {"policy", "clipped", "outside": sum over the tokens}.
         """
         leaves = {name: rounded(weight, self.dtype).clone().requires_grad_() for name, weight in self.main.items()}
-        trained = int(sum((weight > 0).sum() for weight in weights))
         sums = Counter(trained=trained, tokens=sum(len(a.sampled) for a in answers))
 
         look = self.look if any(a.seen is None for a in answers) else None
@@ -144,8 +140,9 @@ class Trainer:
             total = torch.zeros(())
             for n, logp, entropy, seen in batch:
                 a = answers[n]
-                if a.entropy is None:
-                    a.entropy = entropy.detach()
+                sums["entropy"] += entropy.sum().item()
+                if a.ref is not None:
+                    sums["k3"] += formulas.kl(logp.detach(), a.ref, "k3").sum().item()
                 if a.before is None:
                     a.before = logp.detach()
                     a.seen = seen
@@ -235,13 +232,12 @@ def known_weights(answers, cfg):
     return [torch.full((len(a.sampled),), weight) for a, weight in zip(answers, found.tolist(), strict=True)]
 
 
-def known_loss(cfg, values):
-    """The loss by our formulas, with the coefficients of a step."""
-    algo = SimpleNamespace(**cfg.algo.model_dump() | values)
+def known_loss(algo):
+    """The loss by our formulas."""
 
     def loss(a, weight, logp, entropy):
         ref = logp.detach() if a.ref is None else a.ref
-        values = formulas.answer_loss(logp, a.old, ref, a.rollout, a.advantages, weight, entropy, algo)
+        values = formulas.answer_loss(logp, a.old, ref, a.rollout, a.token_advantages, weight, entropy, algo)
         total, policy, clipped, outside = values.double().sum(1)
         return total, {"policy": policy, "clipped": clipped, "outside": outside}
 
@@ -249,8 +245,7 @@ def known_loss(cfg, values):
 
 
 def losses_of(sums):
-    """The metrics of an update that its loss decides."""
-    trained = max(sums["trained"], 1)
-    return {
-        "loss/policy": sums["policy"] / trained, "loss/total": sums["loss"] / trained, "grad_norm": sums["grad_norm"],
-    }  # fmt: skip
+    """What a run reports of an update, from our sums over its tokens."""
+    found = {name: sums[name] / max(sums["trained"], 1) for name in ("policy", "loss")}
+    found |= {name: sums[name] / max(sums["tokens"], 1) for name in ("entropy", "k3", "clipped") if name in sums}
+    return found | {"grad_norm": sums["grad_norm"]}

@@ -1,21 +1,160 @@
-"""The updates of a step: log-probs, advantages, and the first update against the run's metrics.
+"""The updates of a step: what was trained in each, by which values, and what came of it.
 
-`state` is what repeats the run (state.py), `answers` are Scored (trainer.py), and `chosen` are the numbers of the
-answers of an update.
+`state` is what repeats the run (state.py), `answers` are Scored (trainer.py), `line` is what the run recorded of an
+update, and `chosen` are the numbers of its answers. Where the run parts from ours, its own records are taken from there
+on, so that what follows is judged.
 """
+
+import math
 
 import torch
 
+from config import UserError
 from grpo.parts.base import user_code
+from grpo.parts.base.read_config import override
 from oracle import algorithm, formulas
 from oracle.state import OF_UPDATE, ROUNDS_OTHERWISE
 from oracle.trainer import known_loss, known_weights, losses_of
 
+# Beginning of a key → the item that its value in a step is of; the first that fits.
+ITEM_OF = {
+    "train.lr": "lr", "train.updates_per_step": "updates", "train.epochs_per_step": "updates", "train.": "weights",
+    "rollout.group_size": "groups", "rollout.prompts_per_step": "groups", "rollout.": "sampling", "data.": "order",
+    "algo.max_rounds": "groups", "algo.overlong": "rewards", "reward.": "rewards", "algo.advantage": "advantages",
+    "algo.teacher": "teacher", "algo.loss_norm": "token-weights", "": "loss",
+}  # fmt: skip
+# Entry of a line → the metric of the first update that it is, the item that it is of.
+OUTCOMES = {
+    "policy": ("loss/policy", "loss"), "loss": ("loss/total", "loss"), "entropy": ("entropy", "entropy"),
+    "k3": ("kl/ref", "reference"), "grad_norm": ("grad_norm", "gradient"), "clipped": ("ratio/clip_frac", "loss"),
+}  # fmt: skip
+
+# ---------------------------------------------------------------- the values of a step
+
+
+def judge_values(state, line):
+    """Set the step's configuration: config.yaml with the schedules or, where they part, with the run's values."""
+    report = state.report
+    cfg = state.run.cfg
+    ours = algorithm.scheduled(cfg, report.step)
+    theirs = {key: value_of(cfg, key) for key in ours} | line.get("values", {})
+    for key, value in state.metrics.items():
+        if key == "lr" or key.startswith("schedule/"):
+            name = next(dotted for dotted in ours if dotted.endswith(f".{key.removeprefix('schedule/')}"))
+            report.check(item_of(name), f"schedule/ of {name}", value, ours[name])
+            if not line:
+                theirs[name] = value
+
+    for key, value in theirs.items():
+        own = ours.get(key, value_of(cfg, key))
+        if isinstance(own, int | float) and isinstance(value, int | float):
+            report.check(item_of(key), f"schedule/ of {key}", value, own)
+        else:
+            report.say(item_of(key), "" if value == own else f"{key} is {value!r}, not {own!r}")
+    try:
+        state.cfg = override(cfg, theirs)
+    except UserError as error:
+        report.say("loss", f"a value of the step is not legal: {' '.join(str(error).split())}")
+    if state.trainer:
+        state.trainer.cfg = state.cfg
+
+
+def item_of(key):
+    """The item that a key's value in a step belongs to."""
+    return next(item for beginning, item in ITEM_OF.items() if key.startswith(beginning))
+
+
+def value_of(cfg, key):
+    """The value of a dotted key."""
+    for name in key.split("."):
+        cfg = getattr(cfg, name, None)  # None: a key of another commit
+    return cfg
+
+
+# ---------------------------------------------------------------- what was trained
+
+
+def judge_chosen(state, answers, line, planned):
+    """The answers of an update and the weights of their tokens. Returns numbers and weights, the run's where recorded.
+
+    `planned` are our numbers, in order.
+    """
+    report = state.report
+    cfg = state.cfg
+    if "weights" not in line:
+        if "token-weights" in state.own:
+            state.lose(f"no formula for algo.loss_norm={cfg.algo.loss_norm}", OF_UPDATE)
+            return planned, []
+        return planned, known_weights([answers[n] for n in planned], cfg)
+
+    update = f"update {line['update']}"
+    chosen = [n for n, weight in enumerate(line["weights"]) if weight is not None]
+    problem = ""
+    if chosen != planned:
+        other, missing = len({*chosen} - {*planned}), len({*planned} - {*chosen})
+        problem = f"{update} has {len(chosen)} answers: {missing} of our {len(planned)} are missing, {other} are others"
+    report.say("updates", problem)
+
+    # Which tokens have a weight.
+    taken = [answers[n] for n in chosen]
+    whole = [spread(line["weights"][n], a) for n, a in zip(chosen, taken, strict=True)]
+    weights = [weight[a.sampled] for weight, a in zip(whole, taken, strict=True)]
+    for a, every, weight in zip(taken, whole, weights, strict=True):
+        count = int((weight > 0).sum())
+        wanted = len(a.sampled) if a.is_trained else 0
+        problem = f"{update}: of an answer of group {a.row['group']} {count} of {len(a.sampled)} tokens are trained"
+        report.say("updates", problem if count != wanted else "")
+        if every.count_nonzero() > count:
+            report.say("updates", f"{update}: tokens of an environment, or weights below 0, are trained")
+    counts = [int((weight > 0).sum()) for weight in weights]
+    report.check("updates", "state: trained tokens", line["trained"], sum(counts))
+    report.check("updates", "state: tokens", line["tokens"], sum(len(a.sampled) for a in taken))
+
+    # How large the weights are.
+    if "token-weights" not in state.own:
+        sizes = formulas.answer_weights(counts, cfg.algo.loss_norm, cfg.norm_length).tolist()
+        for size, weight in zip(sizes, weights, strict=True):
+            found = weight[weight > 0]
+            report.check("token-weights", "token: weight", found, torch.full_like(found, size))
+    return chosen, weights
+
+
+def spread(value, a):
+    """A number, or the numbers of the tokens, of an answer as a tensor [tokens of the response]; null is NaN."""
+    if isinstance(value, list):
+        return torch.tensor([float("nan") if one is None else one for one in value])
+    found = torch.zeros(len(a.row["response_ids"]))
+    found[a.sampled] = float(value)
+    return found
+
+
+def judge_number(state, planned):
+    """How many updates there were, and how many were applied."""
+    report = state.report
+    applied, skipped = (state.metrics[f"update/{name}"] for name in ("applied", "skipped"))
+    report.check("updates", "state: applied and skipped", applied + skipped, len(planned))
+    if state.lines is not None:
+        report.check("updates", "state: updates", len(state.lines), len(planned))
+        report.check("updates", "state: applied", applied, sum(line["applied"] for line in state.lines))
+
+
+def judge_applied(state, line):
+    """Whether the optimizer stepped exactly where there was a gradient."""
+    norm = line["grad_norm"]
+    problem = ""
+    if line["applied"] != (norm is not None and norm > 0):
+        problem = f"update {line['update']} was {'' if line['applied'] else 'not '}applied, its grad_norm is {norm}"
+    state.report.say("updates", problem)
+
+
 # ---------------------------------------------------------------- log-probs
 
 
-def judge_log_probs(state, answers, updates):
-    """vLLM's log-probs, and its gap to the trainer. False where our weights are not the run's."""
+def judge_log_probs(state, answers, updates, sampled):
+    """vLLM's log-probs, and its gap to the trainer. False where our weights are not the run's.
+
+    The first `sampled` answers are of this step, and others of other weights.
+    """
     cfg = state.cfg
     report = state.report
     metrics = state.metrics
@@ -23,12 +162,14 @@ def judge_log_probs(state, answers, updates):
     # The answers whose gap the run reports.
     count = cfg.train.updates_per_step if cfg.algo.old_logp == "trainer" else 1
     numbers = sorted({n for chosen in updates[:count] for n in chosen})
-    ours = torch.cat([answers[n].before for n in numbers]).double()
-    theirs = torch.cat([answers[n].rollout for n in numbers]).double()
-    gap = (ours - theirs).abs()
+    gap = torch.cat([answers[n].before - answers[n].rollout for n in numbers]).double().abs()
     gaps = {"logp_gap/mean": gap.mean(), "logp_gap/max": gap.max()}
 
     # The weights before this step are those that the steps before it made.
+    ours, theirs = (
+        torch.cat([getattr(answers[n], name) for n in numbers if n < sampled] or [torch.zeros(0)])
+        for name in ("before", "rollout")
+    )
     other = [f"rollout.vllm.{name}" for name in cfg.rollout.vllm if name in ROUNDS_OTHERWISE]
     is_apart = other or report.compare("token: rollout_logp", theirs, ours).parts
     problems = [text for name in gaps if (text := report.compare(name, metrics[name], gaps[name]).parts)]
@@ -51,8 +192,9 @@ def judge_log_probs(state, answers, updates):
         report.say("sampling", problem)
         if theirs:
             report.check("sampling", "nucleus: mean size", sum(theirs) / len(theirs), sum(ours) / len(ours))
-    if answers[0].teacher is not None:
-        apart = torch.cat([a.old - a.teacher for a in answers if a.is_trained] or [torch.zeros(1)])
+    if answers[numbers[0]].teacher is not None:
+        apart = [a.old - a.teacher for n in numbers if (a := answers[n]).is_trained]
+        apart = torch.cat(apart or [torch.zeros(1)])
         report.check("teacher", "kl/teacher", metrics["kl/teacher"], apart.double().mean())
     return True
 
@@ -60,140 +202,126 @@ def judge_log_probs(state, answers, updates):
 # ---------------------------------------------------------------- advantages
 
 
-def judge_advantages(state, answers):
-    """Set the advantages, ours or where they part the run's. Returns the answers, without those that have none."""
+def judge_advantages(state, answers, trained, whole):
+    """Set the advantages, ours or where they part the run's, of the answers with the numbers `trained`, of all updates.
+
+    Of a group that a fork trains in part they may be those of the `whole` step.
+    """
     algo = state.cfg.algo
     report = state.report
-    in_reward = algo.kl_in == "reward" and state.values["kl_coef"]
+    in_reward = algo.kl_in == "reward" and algo.kl_coef
+    theirs = [answers[n].row["advantage"] for n in trained]
     found = None
     if algo.advantage not in algorithm.ADVANTAGES:
         report.note("advantages", f"no formula for algo.advantage={algo.advantage}")
     elif in_reward and (state.unknown or algo.kl not in formulas.KLS):
         report.note("advantages", f"they hold the KL, {state.unknown or 'which is yours'}")
     else:
-        found = algorithm.advantages_of(answers, algo, in_reward)
-        if report.compare("advantage", recorded(answers), found).parts:
-            answers, found = without_left_out(state, answers, found, in_reward)
-        if not report.check("advantages", f"advantage by {algo.advantage}", recorded(answers), found):
+        for among in (trained, whole):
+            values = algorithm.advantages_of([answers[n] for n in among], algo, in_reward)
+            values = dict(zip(among, values.tolist(), strict=True))
+            found = [values.get(n, math.nan) for n in trained]
+            if not report.compare("advantage", theirs, found).parts:
+                break
+        if not report.check("advantages", f"advantage by {algo.advantage}", theirs, found):
             found = None
 
-    for a, advantage in zip(answers, recorded(answers) if found is None else found, strict=True):
-        a.advantages = torch.full((len(a.sampled),), float(advantage))
+    for n, advantage in zip(trained, theirs if found is None else found, strict=True):
+        answers[n].advantages = torch.full((len(answers[n].sampled),), float(advantage))
+
+
+def judge_token_advantages(state, answers, chosen, line):
+    """Set the advantages of the tokens of an update. They are those of their answers, less a teacher's term."""
+    for n in chosen:
+        a = answers[n]
+        a.token_advantages = a.advantages
         if a.teacher is not None:
-            a.advantages = a.advantages - algo.teacher_coef * (a.old - a.teacher)
-    return answers
-
-
-def recorded(answers):
-    """The advantages that the run has."""
-    return [a.row["advantage"] for a in answers]
-
-
-def without_left_out(state, answers, found, in_reward):
-    """The answers and advantages where a fork trains a part of each group, and others have the advantage 0."""
-    credited = {a.row["group"] for a in answers if a.row["advantage"]}
-    kept = [a for a in answers if a.row["advantage"] or a.row["group"] not in credited]
-    nonzero = [a for a in kept if a.row["advantage"]]
-    ours = algorithm.advantages_of(nonzero, state.cfg.algo, in_reward)
-    if len(kept) == len(answers) or state.report.compare("advantage", recorded(nonzero), ours).parts:
-        return answers, found
-    state.report.say("updates", f"{len(answers) - len(kept)} of {len(answers)} answers have no advantage: left out")
-    return kept, recorded(kept)
+            a.token_advantages = a.advantages - state.cfg.algo.teacher_coef * (a.old - a.teacher)
+        if "weights" in line:
+            value = line.get("advantages", {n: None})[n]
+            theirs = spread(a.row["advantage"] if value is None else value, a)[a.sampled]
+            if not state.report.check("advantages", "token: advantage", theirs, a.token_advantages):
+                a.token_advantages = theirs
 
 
 # ---------------------------------------------------------------- loss and gradient
 
 
-def gradient(state, answers, chosen, own):
-    """Compute the gradient of an update by formulas or, for items in `own`, by the checkout's functions.
+def gradient(state, taken, weights, line, own):
+    """Compute the gradient of an update by formulas or, if `own` has the loss, by the checkout's grpo_loss.
 
-    Returns the sums of what the update reports. None if the checkout's functions raised.
+    Returns the sums of what the update reports. None if grpo_loss raised.
     """
     cfg = state.cfg
-    taken = [answers[n] for n in chosen]
+    trained = line.get("trained") or sum(int((weight > 0).sum()) for weight in weights)
+    given = taken, weights, trained, cfg.rollout.temperature
+    if "loss" not in own:
+        return state.trainer.gradient(*given, known_loss(cfg.algo))
     try:
-        if own:
-            from oracle import fork
-        weights = fork.own_weights(answers, chosen, cfg) if "token-weights" in own else known_weights(taken, cfg)
-        loss = fork.own_loss(cfg, state.report.step) if "loss" in own else known_loss(cfg, state.values)
-        return state.trainer.gradient(taken, weights, loss, state.values["temperature"])
-    except Exception as error:
-        if not own:
-            raise
-        # A name or a field that only train_step knows.
+        from oracle import fork
+
+        return state.trainer.gradient(*given, fork.own_loss(cfg.algo))
+    except Exception as error:  # a name or a field that only train_step knows
         line = user_code.last_line(error)[:160]
-        state.report.note("updates", f"the checkout's functions cannot be called: {line}")
+        state.report.note("loss", f"the checkout's grpo_loss cannot be called: {line}")
 
 
-def judge_first_update(state, answers, chosen, sums):
-    """The first update of a step, with the `sums` of what it reports. Where these part from the run, others take their
-    place. Returns the sums to go on with.
+def judge_outcome(state, taken, weights, line, sums):
+    """What an update reports, with our `sums`. Where it parts by the loss, the checkout's takes the formula's place.
+
+    Returns the sums to go on with, or None where our gradient is not the run's.
     """
     report = state.report
-    metrics = state.metrics
-    taken = [answers[n] for n in chosen]
-    if metrics["loss/total"] is None or metrics["grad_norm"] is None:
-        report.note("loss", "in a step it was NaN or infinite")
-        return sums
+    problems = misfits(state, line, sums)
+    of_loss = {"loss", "policy", "grad_norm"}
+    if of_loss & problems.keys() and "loss" not in state.own:
+        others = gradient(state, taken, weights, line, state.own | {"loss"})
+        if others and not of_loss & misfits(state, line, others).keys():
+            report.say("loss", f"differs from {state.cfg.algo.loss}: {next(iter(problems.values()))}")
+            state.own.add("loss")
+            sums = others
+            problems = misfits(state, line, sums)
+        else:
+            sums = gradient(state, taken, weights, line, state.own)
 
-    # What the policy says before the update, whatever the loss makes of it.
-    before = torch.cat([a.before for a in taken])
-    means = {"entropy": torch.cat([a.entropy for a in taken]).mean()}
-    if taken[0].ref is not None:
-        means["kl/ref"] = formulas.kl(before, torch.cat([a.ref for a in taken]), "k3").mean()
+    # A number alone may part, or the gradient. It is the weights where the policy was another before the update.
+    is_lost = "grad_norm" in problems
+    shown = {*OUTCOMES}
+    if is_lost and {"entropy", "k3"} & problems.keys() and (state.updates or line["update"] > 1):
+        report.say("weights", f"not ours before update {line['update']}: {next(iter(problems.values()))}")
+        shown = set()
+    elif is_lost and {"loss", "policy"} & problems.keys():
+        shown -= {"grad_norm", "clipped"}
 
-    if problems := misfits(state, losses_of(sums)):
-        sums = fitting_sums(state, answers, chosen, problems[0])
-        if sums is None:
-            gap = (before - torch.cat([a.rollout for a in taken])).abs().mean()
-            # With equal bits the run has no gap to compare ours with: a fifth of what rounding may make.
-            least = report.bounds["logp_gap/"][0] / 5 if state.cfg.model.match_engine else 1e-6
-            blame(state, problems, misfits(state, means), gap > 3 * metrics["logp_gap/mean"] + least)
-            sums = gradient(state, answers, chosen, state.own)
-
-    if not state.unknown:
-        items = {"entropy": "entropy", "grad_norm": "gradient", "kl/ref": "reference"}
-        for name, value in (means | losses_of(sums)).items():
-            report.check(items.get(name, "loss"), name, metrics[name], value)
-        for item in {"token-weights", "updates"} - state.own:  # which this update would show
-            report.say(item)
-    return sums
-
-
-def misfits(state, found: dict[str, float]):
-    """The quantities that part from the run's metrics, in words."""
-    compared = [(name, state.report.compare(name, state.metrics[name], value).parts) for name, value in found.items()]
-    return [f"{name}: {text}" for name, text in compared if text]
+    ours = losses_of(sums)
+    for name in OUTCOMES:
+        if name in shown and name in line and name in ours and not is_overflow(state, line, name):
+            metric, item = OUTCOMES[name]
+            report.check(item, metric, line[name], ours[name])
+            if line["update"] == 1 and name != "clipped":
+                report.check(item, metric, state.metrics[metric], math.nan if line[name] is None else line[name])
+    return None if is_lost else sums
 
 
-def fitting_sums(state, answers, chosen, problem):
-    """The sums of an update with which the run agrees if the checkout's own functions take the place of formulas, as
-    they do from then on. None if it agrees with none.
-    """
-    for more in ({"token-weights"}, {"loss"}, {"token-weights", "loss"}):
-        own = state.own | more
-        if own == state.own:
-            continue
-        sums = gradient(state, answers, chosen, own)
-        if sums is None or misfits(state, losses_of(sums)):
-            continue
-        names = {"token-weights": state.cfg.algo.loss_norm, "loss": state.cfg.algo.loss}
-        for item in sorted(own - state.own):
-            state.report.say(item, f"differs from {names[item]}: {problem}")
-        state.own = own
-        return sums
-    return None
+def misfits(state, line, sums):
+    """{entry of a line that parts from ours: how}."""
+    found = {}
+    for name, value in losses_of(sums).items():
+        if name in line and not is_overflow(state, line, name):
+            metric, _ = OUTCOMES[name]
+            text = state.report.compare(metric, line[name], value).parts
+            found |= {name: f"{metric}: {text}"} if text else {}
+    return found
 
 
-def blame(state, problems, others, is_off):
-    """Name the item where neither formulas nor the checkout's functions give the update of the run.
+def is_overflow(state, line, name):
+    """Whether it is a gradient beyond fp16, as a loss scale may make and ours has none."""
+    values = line["grad_norm"], line["loss"]
+    return state.cfg.model.dtype == "fp16" and name == "grad_norm" and values[0] is None and values[1] is not None
 
-    `others` says whether entropy or KL part too, `is_off` whether our weights are farther from vLLM's than the run's.
-    """
-    if not problems[-1].startswith("grad_norm"):  # a number alone
-        return
-    item = "gradient" if len(problems) == 1 and not others else "updates"
-    if state.updates and is_off:
-        item = "weights"
-    state.report.say(item, f"{problems[0]}, and no function of the checkout gives it")
-    state.lose(f"{item} part", [name for name in OF_UPDATE if name != item])
+
+def of_metrics(metrics, number):
+    """A line for each of a number of updates, with what the metrics say of them in a run of an earlier version."""
+    lines = [{"update": n + 1, "applied": metrics["update/applied"] == number} for n in range(number)]
+    lines[0] |= {name: metrics[metric] for name, (metric, _) in OUTCOMES.items() if name != "clipped"}
+    return lines

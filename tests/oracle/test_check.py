@@ -56,7 +56,7 @@ CHANGES = {  # items that part → how the row of an answer, or the metrics of s
 }
 ALSO = {  # what a changed record leads to
     "answers": {"answers", "rewards"},  # of what was graded
-    "advantages": {"advantages", "updates"},
+    "advantages": {"advantages", "loss"},
 }
 
 
@@ -98,11 +98,42 @@ def test_an_edited_formula_is_named_and_the_rest_agrees(shared, monkeypatch):
     assert report.items["weights"].count == 3, "the exports of all steps are judged"
 
 
-def test_an_update_on_other_answers_is_named_and_judged_anew_after_an_export(shared, monkeypatch):
-    monkeypatch.setattr("oracle.algorithm.updates_of", lambda answers, cfg, step: [[*range(0, len(answers), 2)]] * 2)
-    report = repeat(read_run(shared.out))
-    assert report.parted() == ["updates"], report.table()
-    assert "ours are an export's" in report.table() and report.items["log-probs"].count > 100
+RECORDS = {  # the items that part → how the lines of the updates of step 1 are changed
+    "updates": lambda line: {"weights": [None, *line["weights"][1:]]},
+    "token-weights": lambda line: {"weights": [value and value / 2 for value in line["weights"]]},
+    "advantages": lambda line: {"advantages": [value and 7.0 for value in line["weights"]]},
+    "sampling": lambda line: {"values": {"rollout.max_new_tokens": 999}},
+    "lr": lambda line: {"values": {"train.lr": 7.0}},
+    "loss": lambda line: {"loss": None},
+    "gradient": lambda line: {"grad_norm": line["grad_norm"] * 2},
+    "entropy": lambda line: {"entropy": None},
+}
+
+
+@pytest.mark.parametrize("item", RECORDS)
+def test_a_changed_record_of_an_update_is_named(copied, item):
+    lines = read_rows(copied / "rollouts/updates_000001.jsonl")
+    write_rows(copied / "rollouts/updates_000001.jsonl", [line | RECORDS[item](line) for line in lines])
+    report = repeat(read_run(copied, steps=1))
+    assert item in report.parted(), report.table()
+
+
+def test_updates_that_were_lost_are_named(copied):
+    write_rows(copied / "rollouts/updates_000001.jsonl", [])
+    report = repeat(read_run(copied, steps=1))
+    assert report.parted() == ["updates"] and "updates: the run has 0, the oracle 1" in report.table()
+
+    (copied / "rollouts/updates_000001.jsonl").unlink()
+    with pytest.raises(ValueError, match=r"updates_000001\.jsonl is missing"):
+        repeat(read_run(copied))
+
+
+def test_a_run_without_records_of_its_updates_is_judged_by_its_metrics(copied):
+    for path in copied.glob("rollouts/updates_*.jsonl"):
+        path.unlink()
+    report = repeat(read_run(copied))
+    assert report.verdict() == (3, "agrees: 15; not judged: token-weights, updates (the run, of an earlier version, "
+                                   "does not record them)")  # fmt: skip
 
 
 def test_names_without_a_formula(copied):
