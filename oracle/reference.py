@@ -9,7 +9,8 @@ from oracle.state import OF_UPDATE
 def follow_reference(state, answers, first):
     """Go on with the reference that the run has in this step: the one so far, or else the weights before the step.
 
-    `kl/ref`, of the answers `first` of the first update, decides which. Where neither has it, what depends on the reference is not judged.
+    `kl/ref`, of the answers `first` of the first update, decides which. Where neither has it, what depends on the
+    reference is not judged.
     """
     cfg = state.cfg
     trainer = state.trainer

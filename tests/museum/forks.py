@@ -32,14 +32,14 @@ FORKS = {
     "advantages in train_step": Fork(
         "negative advantages count half, in train_step", (("train_step", ADDED, f"{ADDED}\n    batch = replace("
         "batch, advantages=torch.where(batch.advantages < 0, batch.advantages / 2, batch.advantages))"),),
-        {"updates"}),
+        {"advantages"}),
     "a norm of its own": Fork(
         "a new loss_norm leaves out the second half of an answer's tokens",
         (("loss_weights", "    if kind not in weights_N:", "    if kind == 'first_half':\n        half_F = "
           "batch.loss_mask & (batch.position_ids < 5)\n"
           "        return chosen_N.float().index_select(0, batch.seq_id) * half_F\n"
           "    if kind not in weights_N:"),),
-        set(), ("algo.loss_norm=first_half",)),
+        {"updates"}, ("algo.loss_norm=first_half",)),
     "half of a group": Fork(
         "PODS: the best and the worst two answers of a group are trained", (("train_step", "samples = collected.kept",
         "samples = [s for g in sorted({s.group for s in collected.kept}) for s in (lambda m: m[:1] + m[-1:])(sorted("
