@@ -115,13 +115,16 @@ def optimizer_steps(optimizer):
 
 
 def sharded_copies(model: list, copies: Copies) -> dict[str, Sharded]:
-    """Further sets of this rank's weights as Megatron's sharded tensors, in their own dtype."""
+    """Further sets of this rank's weights as Megatron's sharded tensors, in their own dtype. A stage without adapters
+    has frozen weights in a set, which need no copy.
+    """
     tensors = sharded_weights(model)
     state = {}
     for name, values_of in copies.items():
         for number, (weight, values) in enumerate(zip(trainable_weights(model), values_of, strict=True)):
-            tensor = tensors[weight]
-            state[f"{name}.{number}"] = dataclasses.replace(tensor, key=f"{name}.{tensor.key}", data=values)
+            if weight.requires_grad:
+                tensor = tensors[weight]
+                state[f"{name}.{number}"] = dataclasses.replace(tensor, key=f"{name}.{tensor.key}", data=values)
     return state
 
 
@@ -166,12 +169,11 @@ def restore(path: Path, model: list, optimizer, copies: Copies | None = None, ot
     """
     state = read_state(path)
     take_back_state(optimizer)
-    described = sharded_state(model, optimizer, loading=True) | sharded_copies(model, copies or {})
-    loaded = read_sharded(path, described, others=others)
+    sets = sharded_copies(model, copies or {})
+    loaded = read_sharded(path, sharded_state(model, optimizer, loading=True) | sets, others=others)
     load_state(model, optimizer, loaded, state["updates"])
-    for name, values_of in (copies or {}).items():
-        for number, values in enumerate(values_of):
-            values.copy_(loaded[f"{name}.{number}"])
+    for name, tensor in sets.items():
+        tensor.data.copy_(loaded[name])
     fp16.set_scaler_state(optimizer, state.get("loss_scale"))  # older checkpoints have none
 
     steps = optimizer_steps(optimizer)
