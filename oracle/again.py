@@ -19,7 +19,7 @@ from oracle.algorithm import scheduled
 from oracle.answers import requests_of, turns_of
 
 GROUPS, ANSWERS, TOKENS = 4, 4, 64  # that are asked for again: groups of a step, answers of each, tokens of a turn
-ROUNDING = {"fp32": (1e-6, 1e-4), "fp16": (1e-4, 0.02), "bf16": (1e-3, 0.1)}  # mean |Δ|: least, most
+ROUNDING = {"fp32": (1e-6, 1e-5), "fp16": (1e-4, 4e-3), "bf16": (1e-3, 0.03)}  # mean |Δ|: least, most
 CHANCE = 1e-6  # that rounding turns as many answers or more
 SECONDS = 300  # at most, of vLLM
 
@@ -73,14 +73,14 @@ def asked_of(state, step):
 
 def some_of(state, rows, sampling, limit, step):
     """The requests of ANSWERS answers of each of GROUPS groups, with the tokens and log-probs that the run has."""
-    groups = sorted({row["group"] for row in rows})
-    groups = groups[:: max(1, len(groups) // GROUPS)][:GROUPS]
+    sizes = Counter(row["group"] for row in rows)
+    groups = some(sorted(sizes), GROUPS)
     numbers = Counter()
     found = []
     for row in rows:
         number = numbers[row["group"]]
         numbers[row["group"]] += 1
-        if row["group"] not in groups or number >= ANSWERS:
+        if row["group"] not in groups or number not in some(range(sizes[row["group"]]), ANSWERS):
             continue
         for turn, settings in enumerate(requests_of(state, row, number, sampling, limit)):
             ids = turns_of(row)[2 * turn]
@@ -93,6 +93,11 @@ def some_of(state, rows, sampling, limit, step):
                 "name": f"group {row['group']}, answer {number}, turn {turn}",
             })  # fmt: skip
     return found
+
+
+def some(values, count):
+    """At most `count` of the values, from all over."""
+    return values[:: max(1, len(values) // count)][:count]
 
 
 # ---------------------------------------------------------------- what came back
