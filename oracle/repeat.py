@@ -126,7 +126,7 @@ def repeat_update(state, answers, chosen, weights, line, sampled):
             updates.judge_applied(state, line)
         sums = updates.judge_outcome(state, taken, weights, line, sums)
         if sums is None:
-            return state.lose("an update parts", OF_UPDATE)
+            return state.lose("the gradient of an update is not ours", OF_UPDATE)
     if state.metrics["update/applied"] and not line["applied"] and state.lines is None:
         return state.lose("some updates of a step were skipped, it is not recorded which", ("weights",))
     if not state.has_moments:

@@ -41,14 +41,14 @@ def judge_values(state, line):
     for key, value in state.metrics.items():
         if key == "lr" or key.startswith("schedule/"):
             name = next(dotted for dotted in ours if dotted.endswith(f".{key.removeprefix('schedule/')}"))
-            report.check(item_of(name), f"schedule/ of {name}", value, ours[name])
+            report.check(item_of(name), f"value of {name}", value, ours[name])
             if not line:
                 theirs[name] = value
 
     for key, value in theirs.items():
         own = ours.get(key, value_of(cfg, key))
         if isinstance(own, int | float) and isinstance(value, int | float):
-            report.check(item_of(key), f"schedule/ of {key}", value, own)
+            report.check(item_of(key), f"value of {key}", value, own)
         else:
             report.say(item_of(key), "" if value == own else f"{key} is {value!r}, not {own!r}")
     try:
@@ -107,8 +107,8 @@ def judge_chosen(state, answers, line, planned):
         if every.count_nonzero() > count:
             report.say("updates", f"{update}: tokens of an environment, or weights below 0, are trained")
     counts = [int((weight > 0).sum()) for weight in weights]
-    report.check("updates", "state: trained tokens", line["trained"], sum(counts))
-    report.check("updates", "state: tokens", line["tokens"], sum(len(a.sampled) for a in taken))
+    report.check("updates", "number of trained tokens", line["trained"], sum(counts))
+    report.check("updates", "number of tokens", line["tokens"], sum(len(a.sampled) for a in taken))
 
     # How large the weights are.
     if "token-weights" not in state.own:
@@ -132,10 +132,10 @@ def judge_number(state, planned):
     """How many updates there were, and how many were applied."""
     report = state.report
     applied, skipped = (state.metrics[f"update/{name}"] for name in ("applied", "skipped"))
-    report.check("updates", "state: applied and skipped", applied + skipped, len(planned))
+    report.check("updates", "number of applied and skipped updates", applied + skipped, len(planned))
     if state.lines is not None:
-        report.check("updates", "state: updates", len(state.lines), len(planned))
-        report.check("updates", "state: applied", applied, sum(line["applied"] for line in state.lines))
+        report.check("updates", "number of updates", len(state.lines), len(planned))
+        report.check("updates", "number of applied updates", applied, sum(line["applied"] for line in state.lines))
 
 
 def judge_applied(state, line):
@@ -235,12 +235,14 @@ def judge_token_advantages(state, answers, chosen, line):
     for n in chosen:
         a = answers[n]
         a.token_advantages = a.advantages
+        name, ours = "token: answer's advantage", torch.full((len(a.sampled),), float(a.row["advantage"]))
         if a.teacher is not None:
             a.token_advantages = a.advantages - state.cfg.algo.teacher_coef * (a.old - a.teacher)
+            name, ours = "token: advantage", a.token_advantages
         if "weights" in line:
             value = line.get("advantages", {n: None})[n]
             theirs = spread(a.row["advantage"] if value is None else value, a)[a.sampled]
-            if not state.report.check("advantages", "token: advantage", theirs, a.token_advantages):
+            if not state.report.check("advantages", name, theirs, ours):
                 a.token_advantages = theirs
 
 
