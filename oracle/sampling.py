@@ -71,9 +71,10 @@ class Bets:
 
             # Where the tokens are among all: uniform from -1 to 1, with a random part of their own probability.
             own = a.before.double()
+            own = torch.where(own > -1e4, own, 0)  # a token outside of its nucleus is judged elsewhere
             lower, likelier, p_end, *sums = a.seen.double()
             part = own.exp() * torch.rand(len(own), generator=self.generator)
-            place = 2 * (lower + part) - 1
+            place = (2 * (lower + part) - 1).clamp(-1, 1)
             others = [places.get((group, number - 1)), places.get((before, number)), self.before.get((group, number))]
             places[group, number] = place[:PLACES]
 
