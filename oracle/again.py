@@ -21,7 +21,7 @@ from oracle.answers import requests_of, turns_of
 GROUPS, ANSWERS, TOKENS = 4, 4, 64  # that are asked for again: groups of a step, answers of each, tokens of a turn
 ROUNDING = {"fp32": (1e-6, 1e-5), "fp16": (1e-4, 4e-3), "bf16": (1e-3, 0.03)}  # mean |Δ|: least, most
 CHANCE = 1e-6  # that rounding turns as many answers or more
-SECONDS = 300  # at most, of vLLM
+SECONDS = 600  # at most, of vLLM
 
 
 def ask(state):
