@@ -22,6 +22,7 @@ TORCH ?= torch==2.13.0+cpu
 OTHER := 0.19.2
 VENV := .venv$(if $(MEGATRON),-megatron-$(MEGATRON))
 BIN := $(VENV)/bin
+PYTEST := $(BIN)/python -m pytest -q --durations=10
 SITE := 'import sysconfig; print(sysconfig.get_path("purelib"))'
 # Else torchrun looks this machine up by its name, and fails after five minutes where that does not resolve.
 TORCHRUN := $(BIN)/python -m torch.distributed.run --standalone --local-addr=localhost
@@ -31,18 +32,24 @@ export TOKENIZERS_PARALLELISM ?= false
 # GPU requirements where an NVIDIA driver answers, else the CPU recipe
 REQUIREMENTS := $(if $(filter-out 0,$(GPUS)),requirements.txt,requirements-cpu.txt)
 
-.PHONY: setup demo llm test test-all test-other bench check gpu-check walkthrough lint
+.PHONY: setup demo llm test test-alone test-ranks test-all test-other bench check gpu-check walkthrough lint
 setup: $(VENV)/ready
 demo: $(VENV)/ready build/tiny/train.jsonl
 	$(TORCHRUN) --nproc_per_node=$(NPROC) train_grpo.py --config configs/tiny.yaml $(ARGS)
 llm: $(VENV)/ready build/smollm2/train.jsonl $(if $(findstring model.path=,$(ARGS)),,build/smollm2/model)
 	$(TORCHRUN) --nproc_per_node=$(NPROC) train_grpo.py --config configs/smollm2.yaml model.dtype=$$($(BIN)/python -m tools.machine) $(ARGS)
 	$(BIN)/python tools/make_smollm2.py outputs/smollm2 --show
+# All of them take two cores: the tests on several ranks beside those of one process.
 test: $(VENV)/ready
-	$(BIN)/python -m pytest -q --durations=10 -m "not slow" $(TESTS)
-	$(if $(MEGATRON)$(filter-out tests,$(TESTS)),,$(MAKE) test-other)
+	$(if $(filter-out tests,$(TESTS)),$(PYTEST) -m "not slow" $(TESTS))
+	$(if $(filter-out tests,$(TESTS)),,$(MAKE) -j2 test-ranks test-alone)
+test-alone:
+	$(PYTEST) -m "not slow and not ranks" tests
+test-ranks:
+	$(PYTEST) -m "not slow and ranks" tests
+	$(if $(MEGATRON),,$(MAKE) test-other)
 test-all: $(VENV)/ready build/tiny/train.jsonl
-	$(BIN)/python -m pytest -q --durations=20 tests
+	$(PYTEST) tests
 	$(if $(MEGATRON),,$(MAKE) test-other)
 test-other: build/tiny/train.jsonl
 	rm -rf build/demo-$(OTHER)

@@ -47,6 +47,12 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("start", list(metafunc.module.STARTS)[::every])
 
 
+def pytest_itemcollected(item):
+    """Mark the tests on several ranks, beside which `make test` runs the others."""
+    if "fork_server" in item.fixturenames:
+        item.add_marker(pytest.mark.ranks)
+
+
 def pytest_collection_finish():
     """Put the bug that MUTANT names in after the tests have imported what they test."""
     museum.put_in(os.environ)
@@ -203,13 +209,6 @@ def fork_server():
     server = ForkServer()
     yield server
     server.close()
-
-
-@pytest.fixture(scope="session", autouse=True)
-def start_fork_server_early(request):
-    """It imports while the first tests run, if any test needs it."""
-    if any("fork_server" in item.fixturenames for item in request.session.items):
-        request.getfixturevalue("fork_server").start()
 
 
 @pytest.fixture
