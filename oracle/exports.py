@@ -26,10 +26,12 @@ def judge_exports(state, step):
         report.say("adapters", f"alpha / r: {scale:g}, not {own:g}" if scale != own else "")
 
     if not state.unknown:
-        judge_weights(report, "weights", weights, trainer.current(), trainer.start(), trainer.before())
+        shadow = trainer.shadow
+        ways = trainer.current(), trainer.start(), trainer.before()
+        judge_weights(report, "weights", weights, shadow and shadow.current(), *ways)
         if adapter is not None:
-            sets = trainer.main, trainer.first, trainer.previous
-            ways = [{n: rounded(w, trainer.dtype) for n, w in weights.items()} for weights in sets]
+            others = (shadow.main if shadow else {}), trainer.main, trainer.first, trainer.previous
+            ways = [{n: rounded(w, trainer.dtype) for n, w in weights.items()} for weights in others]
             judge_weights(report, "adapters", trained, *ways)
     elif trainer.main.keys() == trained.keys():
         trainer.restart(trained)
@@ -38,20 +40,30 @@ def judge_exports(state, step):
         report.note("weights", "ours are an export's where the run's were unknown")
 
 
-def judge_weights(report, item, theirs, ours, first, previous):
-    """The run's weights against ours: their distance as a share of how far ours moved from the `first`, then how much
-    of that way, and of our last update from the `previous` weights, the run made. There rounding averages out.
-    """
+def judge_weights(report, item, theirs, shadow, *ways):
+    """The run's weights against ours, with `ways` of distances; `shadow` has the shadow's weights, if there is one."""
+    ours, *_ = ways
     if theirs.keys() != ours.keys():
         return report.say(item, f"only one side has {sorted(theirs.keys() ^ ours.keys())[:3]}")
+    if shadow:
+        for name, (value, ideal) in distances(item, shadow, *ways).items():
+            report.measure(name, abs(value - ideal))
+    for name, (value, ideal) in distances(item, theirs, *ways).items():
+        report.check(item, name, value, ideal)
+    for name, weight in ours.items():
+        judge_tensor(report, item, name, *((w - ways[1][name]).double().flatten() for w in (theirs[name], weight)))
 
-    # Squares and products of three ways: the run's and ours from the first weights, and our last update.
+
+def distances(item, theirs, ours, first, previous):
+    """{quantity: (its value, that of equal weights)} of two sets of weights: their distance as a share of how far ours
+    moved from the `first`, then how much of that way, and of our last update from the `previous` weights, the others
+    made. There rounding averages out.
+    """
     sums = Counter()
     for name, weight in ours.items():
         own = (weight - first[name]).double().flatten()
         way = (theirs[name] - first[name]).double().flatten()
         last = (weight - previous[name]).double().flatten()
-        judge_tensor(report, item, name, way, own)
         for product, (one, other) in {
             "ours²": (own, own), "theirs·ours": (way, own), "theirs²": (way, way), "last²": (last, last),
             "apart·last": (way - own, last),
@@ -60,13 +72,14 @@ def judge_weights(report, item, theirs, ours, first, previous):
 
     moved = sums["ours²"]
     apart = math.sqrt(max(moved - 2 * sums["theirs·ours"] + sums["theirs²"], 0))
-    report.check(item, f"export: {item}", apart / math.sqrt(moved) if moved else apart, 0.0)
+    found = {f"export: {item}": (apart / math.sqrt(moved) if moved else apart, 0.0)}
     if moved:
         back = sums["theirs·ours"] / sums["theirs²"] if sums["theirs²"] else 0.0
-        report.check(item, f"slope: {item} on ours", sums["theirs·ours"] / moved, 1.0)
-        report.check(item, f"slope: ours on {item}", back, 1.0)
+        found[f"slope: {item} on ours"] = (sums["theirs·ours"] / moved, 1.0)
+        found[f"slope: ours on {item}"] = (back, 1.0)
     if sums["last²"]:
-        report.check(item, f"slope: {item} on our last update", 1 + sums["apart·last"] / sums["last²"], 1.0)
+        found[f"slope: {item} on our last update"] = (1 + sums["apart·last"] / sums["last²"], 1.0)
+    return found
 
 
 def judge_tensor(report, item, name, way, own):

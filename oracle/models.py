@@ -5,6 +5,7 @@ import itertools
 import math
 import re
 import zlib
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,19 +22,25 @@ TARGETS = {  # of adapters → the names of their weights
     "fc1": ("gate_proj", "up_proj", "w1", "w3"),
     "fc2": ("down_proj", "w2"),
 }
+HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 LOGITS = 2**26  # of a batch, at most, if all its tokens had them
 
 
 class Model:
     """Log-probs and entropies of answers. It has no weights of its own; `weights` are {name in the files: tensor}."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, dtype="fp32"):
+        """In another `dtype` than fp32 what each layer gives is rounded to it, and so is the gradient there."""
         self.config = transformers.AutoConfig.from_pretrained(folder).get_text_config()
         self.module = transformers.AutoModelForCausalLM.from_config(
             self.config, dtype=torch.float32, attn_implementation="sdpa", experts_implementation="eager"
         )
         self.module.eval()
         self.module.model.embed_tokens.padding_idx = None  # transformers would drop that row's gradient
+        if dtype != "fp32":
+            for part in self.module.modules():
+                if not [*part.children()]:
+                    part.register_forward_hook(partial(round_output, HALF[dtype]))
 
     def batches(self, prompts, responses):
         """Numbers of the answers that `answers_logp` takes at once: as many as memory holds, of like length."""
@@ -106,6 +113,12 @@ def routed(module, routes, shape):
         hook.remove()
 
 
+def round_output(half, module, inputs, output):
+    """What a layer gives, as one that computes in half precision gives it."""
+    is_number = isinstance(output, torch.Tensor) and output.is_floating_point()
+    return output.to(half).float() if is_number else output
+
+
 def module_weights(weights):
     """The parameters of the module: as in the files, but transformers 5 holds all experts of a layer in two tensors."""
     found = {}
@@ -145,8 +158,7 @@ def rounded(weight, dtype):
     """The weight as a model of this dtype has it; the gradient passes as if it were not rounded."""
     if dtype == "fp32":
         return weight
-    half = {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
-    return weight + (weight.detach().to(half).float() - weight.detach())
+    return weight + (weight.detach().to(HALF[dtype]).float() - weight.detach())
 
 
 def end_tokens(folder, tokenizer):

@@ -117,6 +117,7 @@ def repeat_update(state, answers, chosen, weights, line, sampled):
     if sums is None:
         return state.lose("the loss cannot be computed", OF_UPDATE)
     if number == 0:
+        updates.measure_log_probs(state, answers)
         if not updates.judge_log_probs(state, answers, chosen, sampled):
             return None
         judge_odds(state, answers[:sampled])

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -32,6 +32,7 @@ class Scored:
     teacher: Tensor = None
     advantages: Tensor = None  # its own, at each token
     token_advantages: Tensor = None  # what the loss is given
+    shadow: "Scored | None" = None  # the same by the trainer's shadow
     seen: Tensor = None  # before the first update, [values, tokens]: what oracle/sampling.py looks for
 
 
@@ -47,16 +48,19 @@ def scored(row, cfg):
 class Trainer:
     """The policy with its optimizer, and the other sets of weights of a run.
 
-    `main` is trained: the weights, or with LoRA the factors of the `frozen` weights.
+    `main` is trained: the weights, or with LoRA the factors of the `frozen` weights. In bf16 and fp16 a `shadow` makes
+    the same updates with rounded layers: how far it is from this trainer, a healthy run may be too.
     """
 
-    def __init__(self, cfg):
+    def __init__(self, cfg, is_shadow=False):
         self.cfg = cfg
+        self.sums = Counter()  # of the last gradient
+        self.shadow = None if is_shadow or cfg.model.dtype == "fp32" else Trainer(cfg, is_shadow=True)
         self.dtype = cfg.model.dtype
         self.ends = set()  # end tokens
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.folder = local_folder(cfg.model.path)
-        self.model = Model(self.folder)
+        self.model = Model(self.folder, self.dtype if is_shadow else "fp32")
         self.tied = self.model.config.tie_word_embeddings
 
         # The policy.
@@ -92,6 +96,8 @@ class Trainer:
     def restart(self, weights):
         """Go on with other weights, and a new optimizer."""
         self.main = self.previous = weights
+        if self.shadow:
+            self.shadow.restart({name: weight.clone() for name, weight in weights.items()})
         t = self.cfg.train
         betas = (t.adam_beta1, t.adam_beta2)
         eps = self.cfg.megatron.get("adam_eps", 1e-8)
@@ -114,6 +120,8 @@ class Trainer:
         """Set the log-probs that the step needs and that its first update does not give. `several`: of its updates."""
         algo = self.cfg.algo
         temperature = self.cfg.rollout.temperature
+        for a in answers:
+            a.shadow = replace(a)
         if several or algo.teacher or (algo.kl_coef and algo.kl_in == "reward"):
             self.score(answers, "before", temperature)
         if self.reference:
@@ -125,6 +133,8 @@ class Trainer:
         is_rollout = algo.old_logp == "rollout" and not self.cfg.model.match_engine
         for a in answers:
             a.old = a.rollout if is_rollout else a.before
+        if self.shadow:
+            self.shadow.prepare([a.shadow for a in answers], several)
 
     def gradient(self, answers, weights, trained, temperature, loss):
         """The gradient of an update, into `main`; sums over its tokens of what it reports.
@@ -159,6 +169,12 @@ class Trainer:
         for name, weight in self.main.items():
             weight.grad = torch.zeros_like(weight) if leaves[name].grad is None else leaves[name].grad
         sums["grad_norm"] = torch.nn.utils.get_total_norm([weight.grad for weight in self.main.values()]).item()
+        self.sums = sums
+
+        if self.shadow:
+            for a in answers:
+                a.shadow.token_advantages = a.token_advantages
+            self.shadow.gradient([a.shadow for a in answers], weights, trained, temperature, loss)
         return sums
 
     def step(self, norm, lr):
@@ -169,6 +185,8 @@ class Trainer:
             torch.nn.utils.clip_grads_with_norm_(self.main.values(), clip, torch.tensor(norm))
             self.optimizer.param_groups[0]["lr"] = lr
             self.optimizer.step()
+        if self.shadow:
+            self.shadow.step(self.shadow.sums["grad_norm"], lr)
 
     # ---------------------------------------------------------------- forward passes
 

@@ -150,6 +150,25 @@ def judge_applied(state, line):
 # ---------------------------------------------------------------- log-probs
 
 
+def measure_log_probs(state, answers):
+    """How far the trainer's shadow is from it, token by token, in what it says before the first update of a step."""
+    if state.trainer.shadow is None:
+        return
+    measure = state.report.measure
+
+    def apart(values):
+        """At each token of the answers that have it."""
+        pairs = [(values(a), values(a.shadow)) for a in answers]
+        return torch.cat([(one - other).double().abs() for one, other in pairs if one is not None] or [torch.zeros(1)])
+
+    gap = apart(lambda a: a.before)
+    measure("token: rollout_logp", 2 * gap.max())  # of two engines
+    measure("logp_gap/max", 2 * gap.max())
+    measure("logp_gap/mean", gap.mean())
+    measure("kl/ref", apart(lambda a: None if a.ref is None else formulas.kl(a.before, a.ref, "k3")).mean())
+    measure("kl/teacher", apart(lambda a: None if a.teacher is None else a.old - a.teacher).mean())
+
+
 def judge_log_probs(state, answers, updates, sampled):
     """vLLM's log-probs, and its gap to the trainer. False where our weights are not the run's.
 
@@ -258,14 +277,23 @@ def gradient(state, taken, weights, line, own):
     trained = line.get("trained") or sum(int((weight > 0).sum()) for weight in weights)
     given = taken, weights, trained, cfg.rollout.temperature
     if "loss" not in own:
-        return state.trainer.gradient(*given, known_loss(cfg.algo))
+        return measured(state, state.trainer.gradient(*given, known_loss(cfg.algo)))
     try:
         from oracle import fork
 
-        return state.trainer.gradient(*given, fork.own_loss(cfg.algo))
+        return measured(state, state.trainer.gradient(*given, fork.own_loss(cfg.algo)))
     except Exception as error:  # a name or a field that only train_step knows
         line = user_code.last_line(error)[:160]
         state.report.note("loss", f"the checkout's grpo_loss cannot be called: {line}")
+
+
+def measured(state, sums):
+    """The sums of an update, after a look at how far those of the trainer's shadow are from them."""
+    if state.trainer.shadow:
+        others = losses_of(state.trainer.shadow.sums)
+        for name, value in losses_of(sums).items():
+            state.report.measure(OUTCOMES[name][0], abs(value - others[name]))
+    return sums
 
 
 def judge_outcome(state, taken, weights, line, sums):
