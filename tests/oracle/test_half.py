@@ -11,6 +11,7 @@ from grpo.parts.base.read_config import load_config
 from grpo.run.preflight import configuration
 from oracle import twin
 from oracle.exports import judge_weights
+from oracle.models import Model, read_weights, rounded
 from oracle.report import ITEMS, Report
 from oracle.run import Recorded
 from tests import hub_models
@@ -83,6 +84,28 @@ def test_what_a_twin_says():
     assert twin.Twin("", missing="no vLLM").verdict() == (3, "not judged: no vLLM")
 
 
+# ---------------------------------------------------------------- rounding
+
+
+def test_a_value_may_be_three_times_as_far_as_rounding_moved_it():
+    report = report_in("bf16")
+    for moved in (1.0, 0.1):
+        report.measure("loss/total", moved)
+    assert report.check("loss", "loss/total", 12.9, 10.0) and not report.check("loss", "loss/total", 13.1, 10.0)
+    assert not report.check("loss", "loss/policy", 12.9, 10.0), "which it did not move"
+
+
+def test_a_shadow_is_as_far_as_a_model_in_half_precision(tmp_path):
+    tiny_model(tmp_path)
+    weights = {name: rounded(w, "bf16") for name, w in read_weights(tmp_path, "fp32", tied=True).items()}
+    halves = {name: w.bfloat16() for name, w in weights.items()}
+    rows = [[1, 2, 3, 4]], [[5, 6, 7, 8, 9]], 1.0
+    exact = Model(tmp_path).logits(weights, *rows)
+    in_bf16 = (Model(tmp_path).logits(halves, *rows).float() - exact).norm()
+    by_shadow = (Model(tmp_path, "bf16").logits(weights, *rows) - exact).norm()
+    assert 0.5 < by_shadow / in_bf16 < 2
+
+
 # ---------------------------------------------------------------- the way of weights
 
 
@@ -121,5 +144,6 @@ def test_weights_are_projected_on_the_way_that_ours_went(bug):
     made, message = PLANTED[bug]
     report = report_in("bf16")
     ours, first, previous = weights_in_bf16(updates()), weights_in_bf16([]), weights_in_bf16(updates()[:-1])
-    judge_weights(report, "weights", weights_in_bf16(made), ours, first, previous)
-    assert message in report.first if message else not report.parted(), report.table()
+    judge_weights(report, "weights", weights_in_bf16(made), None, ours, first, previous)
+    problems = "; ".join(report.items["weights"].problems.values())
+    assert message in problems if message else not problems, problems
