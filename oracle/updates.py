@@ -315,7 +315,7 @@ def judge_outcome(state, taken, weights, line, sums):
             sums = gradient(state, taken, weights, line, state.own)
 
     # A number alone may part, or the gradient. It is the weights where the policy was another before the update.
-    is_lost = "grad_norm" in problems
+    is_lost = "grad_norm" in problems and line["applied"]  # else no gradient reached the weights
     shown = {*OUTCOMES}
     if is_lost and {"entropy", "k3"} & problems.keys() and (state.updates or line["update"] > 1):
         report.say("weights", f"not ours before update {line['update']}: {next(iter(problems.values()))}")
