@@ -60,7 +60,8 @@ SETTINGS = {
     "bf16, routes": (*EXPERTS, "algo.replay_routes=true", *BF16),
     "bf16, qwen3.5": ("model.path={folder}/qwen3.5", *FAST),
     "bf16, qwen3.5, lora": ("model.path={folder}/qwen3.5", "lora.rank=4", *FAST),
-    "bf16, turns": (*TURNS, *FAST),
+    "bf16, turns": (*TURNS, "rollout.max_turns=3", "rollout.max_new_tokens=8",
+                    "rollout.stop_token_ids=[2, 3, 4, 5, 6, 7, 8, 9, 10, 11]", *FAST),  # a digit ends a turn
     "bf16, top_p": ("rollout.top_p=0.8", *FAST),
     "bf16, dynamic": ("algo.max_rounds=2", *FAST),
     "bf16, hinted": ("algo.teacher=self", "data.hint_key=answer", "data.max_prompt_tokens=16", *FAST),
