@@ -58,6 +58,8 @@ SETTINGS = {
     "bf16, experts": (*EXPERTS, *FAST),
     "bf16, balanced experts": (*EXPERTS, "megatron.moe_aux_loss_coeff=0.1", *FAST),
     "bf16, routes": (*EXPERTS, "algo.replay_routes=true", *BF16),
+    "bf16, large groups": ("rollout.group_size=32", "rollout.prompts_per_step=8",
+                           "train.max_tokens_per_micro_batch=1024", *FAST),
     "bf16, qwen3.5": ("model.path={folder}/qwen3.5", *FAST),
     "bf16, qwen3.5, lora": ("model.path={folder}/qwen3.5", "lora.rank=4", *FAST),
     "bf16, turns": (*TURNS, "rollout.max_turns=3", "rollout.max_new_tokens=8",

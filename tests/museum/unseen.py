@@ -188,7 +188,7 @@ UNSEEN = [
         f"params.temperature *= 1.01; {ASK}", setting="bf16"),
     Exhibit("hotter_than_its_log_probs", "tokens are drawn at another temperature than their log-probs have", SAMPLER,
         "torch.ops._C.fused_gumbel_argmax(logits_f32, seeds)",
-        "torch.ops._C.fused_gumbel_argmax(logits_f32 * 0.7, seeds)", setting="bf16"),
+        "torch.ops._C.fused_gumbel_argmax(logits_f32 * 0.7, seeds)", setting="bf16, large groups"),
     Exhibit("noise_shared_by_pairs", "two neighbours in a batch are drawn with one random number", SAMPLER,
         "logits_f32 = logits.to(dtype=torch.float32)",
         "logits_f32 = logits.to(dtype=torch.float32); seeds[1::2] = seeds[: batch_size // 2 * 2 : 2]", setting="bf16"),
