@@ -31,7 +31,7 @@ LINEAR = {  # the sizes of linear attention that vLLM can compute on a CPU
 }  # fmt: skip
 MODELS = {  # name → family, options of make_tiny.save_model
     "model": ("qwen2", {}), "experts": ("qwen3_moe", {}), "chat": ("qwen2", {}), "norms": ("qwen3", {}),
-    "untied": ("qwen2", {"tied": False}), "deep": ("qwen2", {"layers": 4}), "qwen3.5": ("qwen3_5_text", LINEAR),
+    "untied": ("qwen2", {"tied": False}), "qwen3.5": ("qwen3_5_text", LINEAR),
 }  # fmt: skip
 # A reward that fails for some of the answers.
 FAILING = """

@@ -54,7 +54,6 @@ SETTINGS = {
     "bf16, lora, tp": ("lora.rank=4", "parallel.tp=2", *FAST),
     "bf16, tp": ("parallel.tp=2", *FAST),
     "bf16, pp": ("model.path={folder}/untied", "parallel.pp=2", "train.clip_grad=0.05", *FAST),
-    "bf16, vpp": ("model.path={folder}/deep", "parallel.pp=2", "parallel.vpp=2", *FAST),
     "bf16, experts": (*EXPERTS, *FAST),
     "bf16, balanced experts": (*EXPERTS, "megatron.moe_aux_loss_coeff=0.1", *FAST),
     "bf16, routes": (*EXPERTS, "algo.replay_routes=true", *BF16),

@@ -57,8 +57,6 @@ UNSEEN = [
     Exhibit("norm_of_one_part", "the gradient norm is that of one part of the optimizer, without the other's experts",
         "megatron_bridge:optimizer_step", "norm = float(optimizer.get_grad_norm())",
         "norm = float(optimizer.chained_optimizers[0].get_grad_norm())", setting="bf16, experts"),
-    Exhibit("second_chunk_not_zeroed", "gradients of a stage's second chunk are never zeroed",
-        "megatron_bridge:zero_gradients", "for chunk in model:", "for chunk in model[:1]:", setting="bf16, vpp"),
     # gradients
     Exhibit("micro_batch_lost", "the last micro-batch of an update is not trained", "train_grpo:run_schedule",
         "num_microbatches=len(micro_batches),", "num_microbatches=max(len(micro_batches) - training, 1),",
