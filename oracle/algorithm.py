@@ -119,13 +119,19 @@ def updates_of(answers, groups, cfg, step):
 
 # ---------------------------------------------------------------- advantages
 
-ADVANTAGES = ("grpo", "dr_grpo", "rloo", "grpo_loo", "grpo_batch", "max_rl", "reinforce_pp", "none")
+ADVANTAGES = ("grpo", "dr_grpo", "rloo", "grpo_loo", "grpo_batch", "max_rl", "reinforce_pp", "gdpo", "none")
 
 
 def advantages_of(answers, algo, kl_coef=0.0):
     """The advantage of each of the answers (trainer.Scored), whose rewards lose kl_coef times their KL."""
     groups = np.array([a.row["group"] for a in answers])
     rewards = np.array([a.row["reward"] for a in answers])
+    if algo.advantage == "gdpo":
+        rewards = np.zeros(len(groups))
+        for group in set(groups):
+            members = [a for a in answers if a.row["group"] == group]
+            weights = {name: weight for a in members for name, weight in a.part_weights.items()}
+            rewards[groups == group] = formulas.normalized_parts([a.row["reward_parts"] for a in members], weights)
     if kl_coef:
         rewards = rewards - kl_coef * np.array([formulas.kl(a.old, a.ref, algo.kl).double().sum() for a in answers])
 
@@ -134,7 +140,7 @@ def advantages_of(answers, algo, kl_coef=0.0):
         found[groups == group] = formulas.compare(rewards[groups == group], algo.advantage)
 
     # Two kinds are scaled over the batch: by its rewards, or by the advantages of its trained tokens.
-    if algo.advantage == "grpo_batch" and len(rewards) > 1:
+    if algo.advantage in ("grpo_batch", "gdpo") and len(rewards) > 1:
         return found / (rewards.std(ddof=1) + 1e-4)
     values = np.repeat(found, [len(a.sampled) if a.is_trained else 0 for a in answers])
     if algo.advantage == "reinforce_pp" and len(values) > 1:

@@ -10,6 +10,7 @@ import torch
 
 from oracle import formulas
 from oracle.algorithm import sampled_groups, seed_of
+from oracle.metrics import judge_evaluated
 from oracle.nuclei import find
 from oracle.sampling import Bets
 from oracle.trainer import scored
@@ -231,12 +232,11 @@ def reply_problem(state, row, reply):
 
 
 def judge_groups(state, rows, trained):
-    """The size of groups, how many were sampled and how many are trained, and the mean reward."""
+    """The size of groups, how many were sampled and how many are trained."""
     check = state.report.check
     metrics = state.metrics
     sizes = Counter(row["group"] for row in rows)
     check("groups", "groups/size", [*sizes.values()], [state.cfg.rollout.group_size] * len(sizes))
-    check("rewards", "reward/mean", metrics["reward/mean"], sum(row["reward"] for row in rows) / len(rows))
     check("groups", "groups/sampled", metrics["groups/sampled"], len(sizes))
     check("groups", "groups/prompts_per_step", len(sizes), sampled_groups(rows, state.cfg))
     check("groups", "groups/trained", metrics["groups/trained"], len(trained))
@@ -264,6 +264,7 @@ def judge_evaluation(state, rows):
             return report.note("order", f"of an evaluation: {state.late}")
         report.say("order", "the prompts of an evaluation are not those of data.eval")
     judge_rewards(state, rows, prompts, buffer=0)
+    judge_evaluated(state, rows)
 
     if options.temperature and not state.unknown:
         answers = [scored(row, state.cfg) for row in rows]

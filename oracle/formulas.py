@@ -131,6 +131,20 @@ def compare(rewards, kind):
     return np.array(found)
 
 
+def normalized_parts(parts, weights):
+    """GDPO's rewards of one group, arXiv 2601.05242: each part is normalized by itself, and their weighted sum taken.
+
+    `parts` has {name: weighted value} of each answer, `weights` the weight in each value.
+    """
+    found = np.zeros(len(parts))
+    for name in sorted(set().union(*parts)):
+        has_it = np.array([name in of_answer for of_answer in parts])
+        r = np.array([of_answer[name] for of_answer in parts if name in of_answer]) / weights[name]
+        if r.min() != r.max():
+            found[has_it] += weights[name] * (r - r.mean()) / (r.std(ddof=1) + 1e-4)
+    return found
+
+
 def length_penalty(length, limit, algo):
     """What an answer of `length` tokens loses of its reward: nothing, then more over the last overlong_buffer of
     `limit` tokens.

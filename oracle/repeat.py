@@ -6,6 +6,8 @@ Rows are answers as rollouts/ has them, lines what it has of updates; `state` is
 from oracle import again, algorithm, updates
 from oracle.answers import judge_answers, judge_evaluation, judge_groups, judge_odds, judge_order, judge_rewards
 from oracle.exports import judge_checkpoint, judge_exports
+from oracle.folders import judge_folders
+from oracle.metrics import judge_metrics
 from oracle.nuclei import find
 from oracle.reference import follow_reference
 from oracle.report import Report
@@ -45,11 +47,13 @@ def repeat_step(state, step):
     # The groups that are trained, and their updates.
     groups = algorithm.trained_groups(rows, cfg)
     judge_groups(state, rows, groups)
+    judge_metrics(state, rows, groups)
     repeat_updates(state, rows, groups)
     state.updates += state.metrics["update/applied"]
 
     # What the step leaves.
     judge_exports(state, step)
+    judge_folders(state, step, rows)
     judge_checkpoint(state, step)
     judge_evaluation(state, run.rollouts(step, "eval"))
 

@@ -11,7 +11,8 @@ from oracle.run import Recorded
 
 ITEMS = (  # in the order in which a step makes them; docs/check.md says what each compares
     "order", "seeds", "sampling", "answers", "rewards", "groups", "log-probs", "reference", "teacher", "advantages",
-    "token-weights", "loss", "entropy", "gradient", "updates", "lr", "weights", "adapters", "checkpoints",
+    "token-weights", "loss", "entropy", "gradient", "updates", "lr", "weights", "adapters", "exports", "checkpoints",
+    "metrics",
 )  # fmt: skip
 OF_MODEL = ("log-probs", "reference", "teacher", "loss", "entropy", "gradient", "weights")
 UNKNOWN = {  # field of Megatron-core that changes a formula → a quantity that has none here, and why
@@ -22,6 +23,8 @@ EXACT = {  # what goes through no model, in every dtype
     "reward": (1e-6, 1e-6), "reward/": (1e-9, 1e-9), "overlong": (1e-9, 0.0), "groups/": (1e-9, 0.0),
     "value of ": (0.0, 1e-9), "number of ": (0.0, 0.0), "state: ": (0.0, 0.0), "equal bits: ": (0.0, 0.0),
     "token: weight": (1e-6, 1e-6), "token: answer's advantage": (1e-6, 1e-6),
+    "metric: ": (1e-9, 1e-9), "metric: advantage/": (1e-7, 1e-7),  # the run divides these in fp32
+    "merged: ": (0.02, 0.0), "loaded: ": (1e-3, 0.0),
 }  # fmt: skip
 TIMES = 3  # how many times farther than rounding moves it a quantity of a run may be
 # Beginning of a quantity → (absolute, relative) difference that is no fault in fp32, fp16 and bf16, whatever rounding
@@ -217,6 +220,7 @@ def absent(run: Recorded):
 
     there = {
         "reference": cfg.algo.kl_coef, "teacher": cfg.algo.teacher, "weights": has("hf"),
+        "exports": has("hf"), "metrics": run.metrics,
         "adapters": cfg.lora.rank and has("adapter"), "checkpoints": has("checkpoints"),
     }  # fmt: skip
     return [name for name, value in there.items() if not value]

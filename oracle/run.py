@@ -25,7 +25,7 @@ class Recorded:
 
     folder: Path
     cfg: Config
-    metrics: dict[int, dict]  # of each step that has a line
+    metrics: dict[int, dict]  # of each step that has a line; of 0 those of the evaluation before the first
     steps: list[int]  # with a file of answers, from 1 on
     remarks: list[str]  # what is missing
 
@@ -60,7 +60,7 @@ def read_run(folder: Path, steps: int | None = None):
     cfg, remarks = read_config(yaml.safe_load((folder / "config.yaml").read_text()))
     log = folder / "metrics.jsonl"
     lines = read_rows(log) if log.exists() else []
-    metrics = {line["step"]: line for line in lines if "reward/mean" in line}
+    metrics = {line["step"]: line for line in lines if "reward/mean" in line or line["step"] == 0}
     paths = {int(path.stem.removeprefix("step_")): path for path in folder.glob("rollouts/step_*.jsonl")}
 
     # A run that was stopped, or goes on, may have one of the two of its last step.

@@ -25,6 +25,7 @@ class Scored:
     is_trained: bool
     rollout: Tensor  # log-probs by vLLM
     nuclei: list | None  # of each token of the response; with a cut of the sampler
+    part_weights: dict  # of each part in its reward
     routes: list = field(default_factory=list)  # of the policy before the first update, layer by layer; models.routed
     before: Tensor = None  # by the policy before the step's first update
     old: Tensor = None  # log-probs of the ratio
@@ -42,7 +43,16 @@ def scored(row, cfg):
     places = np.flatnonzero(np.repeat(is_models, row["turns"])).tolist()
     is_trained = row["finished"] or not cfg.algo.mask_truncated
     logps = torch.tensor([math.nan if logp is None else logp for logp in row["rollout_logp"]])
-    return Scored(row, places, is_trained, logps[places], nuclei.nuclei_of(row, places))
+    weights = {part: weight_of(part, row["source"], cfg) for part in row["reward_parts"]}
+    return Scored(row, places, is_trained, logps[places], nuclei.nuclei_of(row, places), weights)
+
+
+def weight_of(part, source, cfg):
+    """The weight of a part in the reward of a source; the part of a reward in a sum is named "reward/part"."""
+    spec = cfg.reward.by_source.get(source, cfg.reward.default)
+    if part == "overlong":
+        return cfg.algo.overlong_coef
+    return spec.get(part.partition("/")[0], 1.0) if isinstance(spec, dict) else 1.0
 
 
 class Trainer:

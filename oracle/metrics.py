@@ -1,0 +1,161 @@
+"""The metrics that follow from rollouts/, computed anew: docs/metrics.md. Rows are answers as rollouts/ has them."""
+
+import math
+from collections import defaultdict
+from statistics import fmean, pstdev
+
+from oracle.algorithm import mixed_groups
+
+
+def judge_metrics(state, rows, trained):
+    """The metrics of a step, of its `rows`, of which it trains the `trained` groups."""
+    cfg = state.cfg
+    line = state.metrics
+    own = of_samples(rows, cfg) | of_training([row for row in rows if row["group"] in trained], cfg)
+    own |= of_updates(state.run.rollouts(state.report.step, "updates"), cfg)
+    own["groups/rounds"] = rounds_of(rows, cfg)
+    if state.sets and (size := sum(map(len, state.sets))):
+        own["epoch"] = state.taken / size
+
+    # What follows from other metrics.
+    if seconds := line.get("time/step"):
+        own["speed/samples_per_s"] = len(rows) / seconds
+        own["speed/response_tokens_per_s"] = sum(length_of(row) for row in rows) / seconds
+        own["time/other_frac"] = line["time/other"] / seconds
+    if state.trainer and line.get("entropy") is not None:
+        own["entropy_frac"] = line["entropy"] / math.log(state.trainer.model.config.vocab_size)
+    compare(state.report, line, own, "reward/")
+
+
+def judge_evaluated(state, rows):
+    """The metrics of the evaluation after a step, or before the first."""
+    line = state.run.metrics.get(state.report.step)
+    if line is None:
+        return state.report.note("metrics", "there is no line of an evaluation")
+    compare(state.report, line, of_evaluation(rows, state.cfg.eval), "eval/")
+
+
+def compare(report, line, own, whole):
+    """Compare the metrics of a line with our `own`, which has all whose names begin with `whole`."""
+    for name, value in own.items():
+        if name not in line:
+            report.note("metrics", f"{name}, which the run does not have")
+        elif value is None:
+            report.say("metrics", f"{name}: the run has {line[name]}, not null" if line[name] is not None else "")
+        else:
+            report.check("metrics", f"metric: {name}", line[name], value)
+    for name in line:
+        if name.startswith(whole) and name not in own:
+            report.say("metrics", f"{name}: nothing in rollouts/ has this")
+
+
+# ---------------------------------------------------------------- of answers
+
+
+def length_of(row):
+    """Tokens that the model sampled."""
+    return sum(row["turns"][::2])
+
+
+def by(rows, key):
+    """{value of a key: its rows}."""
+    found = defaultdict(list)
+    for row in rows:
+        found[row[key]].append(row)
+    return found
+
+
+def share(values):
+    return fmean(map(float, values))
+
+
+def of_samples(rows, cfg):
+    """Rewards, groups and lengths of all answers of a step."""
+    rewards = [row["reward"] for row in rows]
+    lengths = [length_of(row) for row in rows]
+    groups = [{row["reward"] for row in group} for group in by(rows, "group").values()]
+    has_turns = cfg.rollout.turns is not None
+    own = {
+        "reward/mean": fmean(rewards),
+        "reward/std": pstdev(rewards),
+        "groups/zero_std_frac": share(len(values) == 1 for values in groups),
+        "tokens/prompt_mean": fmean(len(row["prompt_ids"]) for row in rows),
+        "tokens/response_mean": fmean(lengths),
+        "tokens/response_max": max(lengths),
+        "tokens/truncated_frac": share(not row["finished"] for row in rows),
+        "tokens/environment_mean": fmean(sum(row["turns"][1::2]) for row in rows) if has_turns else None,
+        "turns/mean": fmean(len(row["turns"][::2]) for row in rows) if has_turns else None,
+    }
+    for source, of_source in by(rows, "source").items():
+        own[f"reward/{source}/mean"] = fmean(row["reward"] for row in of_source)
+        own[f"reward/{source}/max"] = max(row["reward"] for row in of_source)
+        own |= failures(of_source, f"reward/{source}")
+    return own
+
+
+def failures(rows, begin):
+    """The shares of answers that were not graded."""
+    return {f"{begin}/{kind}_frac": share(row["graded"] == kind for row in rows) for kind in ("timeout", "error")}
+
+
+def rounds_of(rows, cfg):
+    """The rounds of sampling, each of which fills up the groups of mixed rewards."""
+    counts = [mixed or cfg.algo.max_rounds == 1 for mixed in mixed_groups(rows).values()]
+    kept = taken = rounds = 0
+    while kept < cfg.rollout.prompts_per_step and rounds < cfg.algo.max_rounds:
+        missing = cfg.rollout.prompts_per_step - kept
+        kept += sum(counts[taken : taken + missing])
+        taken += missing
+        rounds += 1
+    return rounds
+
+
+def of_training(rows, cfg):
+    """The share of trained tokens that have an advantage; with a teacher almost all have, by its log-probs."""
+    if cfg.algo.teacher:
+        return {}
+    tokens = [(length_of(row), row["advantage"]) for row in rows if row["finished"] or not cfg.algo.mask_truncated]
+    credited = sum(length for length, advantage in tokens if advantage)
+    return {"advantage/nonzero_frac": credited / max(sum(length for length, _ in tokens), 1)}
+
+
+def of_updates(updates, cfg):
+    """What metrics.jsonl says of the updates in rollouts/updates_*.jsonl; {} where there are none."""
+    if not updates:
+        return {}
+    applied = sum(update["applied"] for update in updates)
+    first = updates[0]
+    own = {"loss/total": first["loss"], "loss/policy": first["policy"], "grad_norm": first["grad_norm"]}
+    own |= {"update/applied": applied, "update/skipped": len(updates) - applied, "entropy": first.get("entropy")}
+
+    # Means over the tokens of several updates.
+    compared = updates[: cfg.train.updates_per_step if cfg.algo.old_logp == "trainer" else 1]
+    for metric, name, of in (("ratio/clip_frac", "clipped", updates), ("mismatch/cut_frac", "outside", compared)):
+        values = [update.get(name) for update in of]
+        if None not in values:
+            weighed = sum(value * update["tokens"] for value, update in zip(values, of, strict=True))
+            own[metric] = weighed / max(sum(update["tokens"] for update in of), 1)
+    return own
+
+
+def of_evaluation(rows, options):
+    """The metrics of an evaluation, by source: mean, pass@k, lengths, failures, and parts where there are several."""
+    n = options.samples
+    own = {}
+    for source, of_source in by(rows, "source").items():
+        begin = f"eval/{source}"
+        own[f"{begin}/avg@{n}"] = fmean(row["reward"] for row in of_source)
+        own[f"{begin}/response_mean"] = fmean(map(length_of, of_source))
+        own[f"{begin}/truncated_frac"] = share(not row["finished"] for row in of_source)
+        own |= failures(of_source, begin)
+
+        # 1e-9: parts of .7, .2 and .1 add up to a little less than 1.
+        groups = by(of_source, "group").values()
+        failed = [sum(row["reward"] < options.pass_reward - 1e-9 for row in group) for group in groups]
+        for k in {n, *(2**power for power in range(n.bit_length()))}:
+            own[f"{begin}/pass@{k}"] = 1 - fmean(math.comb(count, k) / math.comb(n, k) for count in failed)
+
+        names = {name for row in of_source for name in row["reward_parts"]}
+        for name in names if len(names) > 1 else ():
+            own[f"{begin}/part/{name}"] = share(row["reward_parts"].get(name, 0) > 0 for row in of_source)
+    return own
