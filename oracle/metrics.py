@@ -125,8 +125,8 @@ def of_updates(updates, cfg):
         return {}
     applied = sum(update["applied"] for update in updates)
     first = updates[0]
-    own = {"loss/total": first["loss"], "loss/policy": first["policy"], "grad_norm": first["grad_norm"]}
-    own |= {"update/applied": applied, "update/skipped": len(updates) - applied, "entropy": first.get("entropy")}
+    own = {"loss/total": first["loss"], "loss/policy": first["policy"]}
+    own |= {"update/applied": applied, "update/skipped": len(updates) - applied}
 
     # Means over the tokens of several updates.
     compared = updates[: cfg.train.updates_per_step if cfg.algo.old_logp == "trainer" else 1]

@@ -68,7 +68,7 @@ def read_run(folder: Path, steps: int | None = None):
     if lacking := sorted({*range(1, done + 1)} - ({*metrics} & {*paths})) or [1] * (not done):
         missing = "rollouts/ has no answers" if lacking[0] not in paths else "metrics.jsonl has no line"
         raise ValueError(f"{folder}: {missing} of step {lacking[0]}, so that nothing after it can be repeated")
-    if unfinished := sorted({*metrics, *paths} - {*range(1, done + 1)}):
+    if unfinished := sorted({*metrics, *paths} - {*range(done + 1)}):
         remarks.append(f"step {unfinished[0]} has not ended: it is not repeated")
 
     # An earlier version wrote less.

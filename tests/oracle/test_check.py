@@ -37,7 +37,7 @@ def test_a_real_run_is_repeated(shared):
     assert not report.parted(), report.table()
     judged = {name for name, item in report.items.items() if item.count}
     assert judged == set(ITEMS) - {"teacher", "adapters"}
-    assert report.verdict() == (0, "agrees: 17") and report.table().endswith("not in this run: teacher, adapters")
+    assert report.verdict() == (0, "agrees: 19") and report.table().endswith("not in this run: teacher, adapters")
 
 
 CHANGES = {  # items that part → how the row of an answer, or the metrics of step 1, is changed
@@ -53,10 +53,13 @@ CHANGES = {  # items that part → how the row of an answer, or the metrics of s
     "entropy": lambda line: {"entropy": line["entropy"] + 1},
     "gradient": lambda line: {"grad_norm": line["grad_norm"] + 1},
     "lr": lambda line: {"lr": line["lr"] * 1.00001},
+    "metrics": lambda line: {"tokens/response_mean": line["tokens/response_mean"] + 1},
 }
 ALSO = {  # what a changed record leads to
     "answers": {"answers", "rewards"},  # of what was graded
     "advantages": {"advantages", "loss"},
+    "loss": {"loss", "metrics"},  # which the record of the update has too
+    "entropy": {"entropy", "metrics"},  # its share of the largest
 }
 
 
@@ -65,7 +68,7 @@ def test_a_changed_record_is_named_and_nothing_else(copied, item):
     """`item` is the key of CHANGES, and ALSO has the items that part with it."""
     rows = read_rows(copied / "rollouts/step_000001.jsonl")
     (line,) = (line for line in read_rows(copied / "metrics.jsonl") if line["step"] == 1)
-    if item in ("groups", "reference", "loss", "entropy", "gradient", "lr"):
+    if item in ("groups", "reference", "loss", "entropy", "gradient", "lr", "metrics"):
         line |= CHANGES[item](line)
     else:
         row = next(row for row in rows if row["advantage"])
@@ -84,7 +87,7 @@ def test_what_a_run_leaves_is_compared(copied, shared):
     state.write_text(json.dumps(json.loads(state.read_text()) | {"prompts_taken": 3}))
     shutil.copytree(shared.out / "hf/step_000002", copied / "hf/step_000003", dirs_exist_ok=True)
     report = repeat(read_run(copied))
-    assert report.parted() == ["order", "weights", "checkpoints"], report.table()
+    assert report.parted() == ["order", "weights", "checkpoints", "metrics"], report.table()
 
 
 # ---------------------------------------------------------------- forks

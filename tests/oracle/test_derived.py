@@ -1,0 +1,106 @@
+"""What the oracle derives anew: metrics of answers, GDPO's advantages, and what others load of an export."""
+
+import json
+import shutil
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import train_grpo
+from grpo.step import gdpo, metrics
+from grpo.step.records import Collected, Sample
+from oracle import algorithm, folders
+from oracle.metrics import of_evaluation, of_samples, rounds_of
+from oracle.report import Report
+from oracle.run import Recorded
+from oracle.trainer import Trainer, weight_of
+from rollout import Trace
+from tests.conftest import tiny_config, tiny_model
+
+
+@pytest.fixture
+def samples():
+    """Answers of three sources, of several parts and turns."""
+    draw = np.random.default_rng(0)
+    found = []
+    for group in range(6):
+        for _ in range(4):
+            turns = [2, 1, 1 + int(draw.integers(3))]
+            parts = {"x": 0.5 * float(draw.integers(2)), "y/q": -2.0 * float(draw.random()), "overlong": -0.1}
+            if draw.random() < 0.2:
+                del parts["x"]
+            if group == 5:
+                parts = {"x": 0.5}
+            found.append(
+                Sample(
+                    group=group, prompt_ids=[1] * (group + 1), response_ids=[2] * sum(turns),
+                    rollout_logp=[0.0] * sum(turns), finished=draw.random() < 0.7, text="", source=f"s{group % 3}",
+                    trace=Trace(turns=turns), graded="timeout" if draw.random() < 0.2 else "ok", reward_parts=parts,
+                    reward=sum(parts.values()),
+                )
+            )  # fmt: skip
+    return found
+
+
+def rows_of(samples):
+    return json.loads(json.dumps([s.as_row() for s in samples], default=lambda array: array.tolist()))
+
+
+def test_metrics_of_answers(samples):
+    cfg = tiny_config("rollout.turns=a.py:b", "rollout.prompts_per_step=6", "eval.samples=4", "eval.pass_reward=-0.5")
+    rows = rows_of(samples)
+    theirs = metrics.sample_metrics(Collected(samples, samples, 1, []), has_turns=True)
+    ours = of_samples(rows, cfg)
+    assert ours == pytest.approx({name: theirs[name] for name in ours})
+    assert theirs.keys() - ours.keys() == {"groups/sampled", "groups/trained", "groups/rounds"}
+    assert of_evaluation(rows, cfg.eval) == pytest.approx(metrics.evaluation(samples, cfg.eval))
+
+    algo = SimpleNamespace(max_rounds=3)
+    assert rounds_of(rows, SimpleNamespace(rollout=cfg.rollout, algo=algo)) == 3, "a group has equal rewards"
+
+
+def test_advantages_by_gdpo(samples):
+    reward = SimpleNamespace(by_source={f"s{n}": {"x": 0.5, "y": -2.0} for n in range(3)}, default="custom")
+    cfg = SimpleNamespace(reward=reward, algo=SimpleNamespace(overlong_coef=0.1))
+    rewards = gdpo.normalize_parts(samples, reward, 0.1)
+    theirs = train_grpo.group_advantages(rewards, np.array([s.group for s in samples]), "gdpo")
+    answers = []
+    for row in rows_of(samples):
+        weights = {part: weight_of(part, row["source"], cfg) for part in row["reward_parts"]}
+        answers.append(SimpleNamespace(row=row, part_weights=weights, sampled=[0], is_trained=True))
+    found = algorithm.advantages_of(answers, SimpleNamespace(advantage="gdpo"))
+    assert found == pytest.approx(theirs) and found.any()
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return tiny_model(tmp_path_factory.mktemp("base") / "model")
+
+
+def judged(base, tmp_path):
+    """The items and problems of a run whose only step left hf/step_000001."""
+    cfg = tiny_config(f"model.path={base}")
+    run = Recorded(tmp_path, cfg, {}, [1], [])
+    state = SimpleNamespace(run=run, cfg=cfg, report=Report(run), trainer=Trainer(cfg))
+    folders.judge_folders(state, 1, [{"prompt_ids": [3, 4, 5] * 5, "response_ids": [6, 7]}])
+    return state.report.items["exports"]
+
+
+CHANGES = {  # change of an export's config.json → whether transformers computes something else with it
+    "none": ({}, False),
+    "another base of its positions": ({"rope_theta": 100.0, "rope_parameters": None}, True),
+    "another epsilon": ({"rms_norm_eps": 0.1}, True),
+    "another dtype": ({"dtype": "float16"}, False),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_an_export_is_what_its_base_says(base, tmp_path, change):
+    values, computes = CHANGES[change]
+    folder = shutil.copytree(base, tmp_path / "hf/step_000001")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | values))
+    problems = list(judged(base, tmp_path).problems.values())
+    assert any("config.json" in problem for problem in problems) == bool(values)
+    assert any("loaded: log-probs" in problem for problem in problems) == computes
