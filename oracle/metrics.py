@@ -12,7 +12,7 @@ def judge_metrics(state, rows, trained):
     cfg = state.cfg
     line = state.metrics
     own = of_samples(rows, cfg) | of_training([row for row in rows if row["group"] in trained], cfg)
-    own |= of_updates(state.run.rollouts(state.report.step, "updates"), cfg)
+    own |= of_updates(state.run.updates(state.report.step), cfg)
     own["groups/rounds"] = rounds_of(rows, cfg)
     if state.sets and (size := sum(map(len, state.sets))):
         own["epoch"] = state.taken / size
