@@ -66,7 +66,7 @@ def repeat_updates(state, rows, groups):
     if lines is None:
         lines = updates.of_metrics(state.metrics, len(planned))
         for item in ("updates", "token-weights"):
-            state.report.note(item, "the run, of an earlier version, does not record them")
+            state.report.note(item, "of steps that an earlier version made, which did not record them")
 
     # Answers that were trained and not sampled in this step are numbered after those of it.
     answers = [scored(row, state.cfg) for row in rows]

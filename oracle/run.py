@@ -35,12 +35,17 @@ class Recorded:
         return read_rows(path) if path.exists() else []
 
     def updates(self, step):
-        """What each update of a step trained and gave; None in a run of an earlier version."""
-        path = self.folder / f"rollouts/updates_{step:06d}.jsonl"
+        """What each update of a step trained and gave; None where an earlier version made the step, as before a resume
+        by this one.
+        """
+        path = self.updates_path(step)
         if path.exists():
             return read_rows(path)
-        if any(self.folder.glob("rollouts/updates_*.jsonl")):
+        if any(self.updates_path(before).exists() for before in range(1, step)):
             raise ValueError(f"{path} is missing, so that nothing after step {step - 1} can be repeated")
+
+    def updates_path(self, step):
+        return self.folder / f"rollouts/updates_{step:06d}.jsonl"
 
     def has(self, folder, step):
         """The folder of a step in hf/, adapter/ or checkpoints/, if there is one."""

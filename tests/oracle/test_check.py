@@ -126,17 +126,19 @@ def test_updates_that_were_lost_are_named(copied):
     report = repeat(read_run(copied, steps=1))
     assert "updates" in report.parted() and "updates: the run has 0, the oracle 1" in report.table(), report.table()
 
-    (copied / "rollouts/updates_000001.jsonl").unlink()
-    with pytest.raises(ValueError, match=r"updates_000001\.jsonl is missing"):
+    (copied / "rollouts/updates_000002.jsonl").unlink()
+    with pytest.raises(ValueError, match=r"updates_000002\.jsonl is missing"):
         repeat(read_run(copied))
 
 
-def test_a_run_without_records_of_its_updates_is_judged_by_its_metrics(copied):
-    for path in copied.glob("rollouts/updates_*.jsonl"):
-        path.unlink()
+@pytest.mark.parametrize("steps", [[1], [1, 2, 3]])
+def test_steps_of_an_earlier_version_are_judged_by_their_metrics(copied, steps):
+    """Which recorded no updates; this version may have resumed its run."""
+    for step in steps:
+        (copied / f"rollouts/updates_{step:06d}.jsonl").unlink()
     report = repeat(read_run(copied))
-    assert report.verdict() == (3, "agrees: 15; not judged: token-weights, updates (the run, of an earlier version, "
-                                   "does not record them)")  # fmt: skip
+    assert report.verdict() == (3, "agrees: 17; not judged: token-weights, updates (of steps that an earlier version "
+                                   "made, which did not record them)")  # fmt: skip
 
 
 def test_names_without_a_formula(copied):
