@@ -1,26 +1,14 @@
-"""Rows of the data and the prompts that they become, read apart from the script: pyarrow, jinja2, tokenizers.
+"""Rows of the data and the prompts that they become, read apart from the script.
 
-`data` is that section of the configuration. Only `rows_of` asks the script, where rows are not in plain files.
+`data` is that section of the configuration. Only `rows_of` asks the script, for rows that are in no plain file.
 """
 
 import csv
-import datetime
 import glob
-import itertools
 import json
-import re
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
-
-import jinja2
-import tokenizers
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-from grpo.parts.base import user_code
-
-END = "⟪the model goes on here⟫ "  # stands in a message that the model continues; its space shows what a template trims
 
 
 class Prompt(NamedTuple):
@@ -39,10 +27,8 @@ class Prompt(NamedTuple):
 class Written(float):
     """A number of a JSON text, which stays as it is written: 1.50."""
 
-    def __new__(cls, text):
-        number = super().__new__(cls, text)
-        number.text = text
-        return number
+    def __init__(self, text):
+        self.text = text
 
     def __str__(self):
         return self.text
@@ -50,15 +36,11 @@ class Written(float):
 
 def rows_of(name, data, key):
     """The rows of an entry of data.train or data.eval."""
-    if data.custom is not None:
-        return [*user_code.load_function("data.custom", data.custom)(name)]
     files = files_at(name)
-    if files and all(Path(file).suffix in READERS for file in files):
-        found = [READERS[Path(file).suffix](file) for file in files]
-        if None not in found:
-            return [*itertools.chain(*found)]
+    if data.custom is None and files and all(map(is_plain, files)):
+        return [row for file in files for row in READERS[Path(file).suffix](file)]
 
-    # A data set of the hub, an address, a folder, columns of the type Json.
+    # A data set of the hub, an address, a folder, another kind of file, the user's own function.
     from grpo.parts.data.tables import read_tables, rows_between
 
     tables = read_tables(data, name, f"data.{key}")
@@ -70,12 +52,14 @@ def files_at(name):
     return [name] if Path(name).is_file() else sorted(glob.glob(name, recursive=True))
 
 
-def files_of(data):
-    """The files of data.train and data.eval that lie here."""
-    names = [
-        name for value in (data.train, data.eval) if value for name in ([value] if isinstance(value, str) else value)
-    ]
-    return [file for name in names for file in files_at(name)]
+def is_plain(file):
+    """Whether READERS give what the file says. Of parquet they do not know float32 and the type Json of datasets."""
+    if Path(file).suffix != ".parquet":
+        return Path(file).suffix in READERS
+    import pyarrow.parquet
+
+    schema = pyarrow.parquet.read_schema(file)
+    return "float" not in str(schema.types) and '"Json"' not in str(schema.metadata)  # float64 is "double"
 
 
 def read_json(file):
@@ -95,40 +79,10 @@ def read_csv(file):
 def read_parquet(file):
     import pyarrow.parquet
 
-    return rows_of_arrow(pyarrow.parquet.read_table(file))
+    return [without_nulls(row) for row in pyarrow.parquet.read_table(file).to_pylist()]
 
 
-def read_arrow(file):
-    import pyarrow.ipc
-
-    try:
-        return rows_of_arrow(pyarrow.ipc.open_file(file).read_all())
-    except pyarrow.ArrowInvalid:
-        return rows_of_arrow(pyarrow.ipc.open_stream(file).read_all())
-
-
-READERS = {
-    ".json": read_json, ".jsonl": read_json, ".csv": read_csv, ".parquet": read_parquet, ".arrow": read_arrow,
-}  # fmt: skip
-
-
-def rows_of_arrow(table):
-    """Rows whose float32 are as short as they were written, and whose messages have only keys of their own."""
-    if b'"Json"' in (table.schema.metadata or {}).get(b"huggingface", b""):
-        return None
-    columns = [[own_value(value, column.type) for value in column.to_pylist()] for column in table.columns]
-    return [without_nulls(dict(zip(table.column_names, row, strict=True))) for row in zip(*columns, strict=True)]
-
-
-def own_value(value, kind):
-    """A value of an arrow type."""
-    if isinstance(value, dict):
-        return {name: own_value(part, kind.field(name).type) for name, part in value.items()}
-    if isinstance(value, list):
-        return [own_value(part, kind.value_type) for part in value]
-    if isinstance(value, float) and str(kind) in ("float", "halffloat"):
-        return float(str(kind.to_pandas_dtype()(value)))
-    return value
+READERS = {".json": read_json, ".jsonl": read_json, ".csv": read_csv, ".parquet": read_parquet}
 
 
 def without_nulls(value, in_chat=False):
@@ -153,32 +107,20 @@ def lookup(row, key):
     return lookup(row[first], rest) if isinstance(row.get(first), dict) else None
 
 
-def as_text(value):
-    """A reference answer; lists and objects stay what they are."""
-    return value if isinstance(value, (list, dict)) else str(value)
-
-
 # ---------------------------------------------------------------- prompts
 
 
 class Prompts(Sequence):
-    """The prompts of rows, without those that are too long; each is made when it is asked for.
+    """The prompts of rows, without those that are too long; each is made when it is asked for."""
 
-    `tokenizer` is what transformers makes of the `folder` of the model: its template, its end token.
-    """
-
-    def __init__(self, rows, data, tokenizer, folder):
+    def __init__(self, rows, data, tokenizer):
         self.data = data
-        self.write = template_writer(data, tokenizer) if data.chat_template else lambda prompt, hint, row: hint + prompt
+        self.tokenizer = tokenizer
 
-        # Tokens have a character at least, and the tokenizer may put a few before. Others are counted.
-        texts = [max(self.texts(row), key=len) for row in rows]
-        self.encode = encoder(tokenizer, folder, data.chat_template, texts[:50])
-        limit = data.max_prompt_tokens
-        long = [n for n, text in enumerate(texts) if len(text) + 8 > limit or not text.isascii()]
-        sizes = [max(map(len, self.encode(self.texts(rows[n])))) for n in long]
-        dropped = {n for n, size in zip(long, sizes, strict=True) if size > limit}
-        self.rows = [row for n, row in enumerate(rows) if n not in dropped]
+        # The model goes on from a prompt, so the end token that some tokenizers add to a text is left out.
+        bare, whole = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (False, True))
+        self.adds_end = not data.chat_template and bare[-1:] != [tokenizer.eos_token_id] == whole[-1:]
+        self.rows = [row for row in rows if max(map(len, self.ids_of(row))) <= data.max_prompt_tokens]
 
     def __len__(self):
         return len(self.rows)
@@ -187,7 +129,7 @@ class Prompts(Sequence):
         row = self.rows[number]
         answer = lookup(row, self.data.answer_key)
         source = lookup(row, self.data.source_key)
-        ids, *asked = self.encode(self.texts(row))
+        ids, *asked = self.ids_of(row)
         return Prompt(
             ids,
             answer if isinstance(answer, (list, dict)) else str(answer),
@@ -196,111 +138,42 @@ class Prompts(Sequence):
             asked[0] if asked else None,
         )
 
-    def texts(self, row):
-        """The text of a row's prompt and, with data.hint_key, that with its hint."""
-        prompt = lookup(row, self.data.prompt_key)
-        hints = [""]
+    def ids_of(self, row):
+        """The token ids of a row's prompt and, with data.hint_key, of that with its hint."""
+        texts = [self.text_of(row, "")]
         if self.data.hint_key is not None:
-            hints.append(as_json(lookup(row, self.data.hint_key)))
-        return [self.write(prompt, hint, row) for hint in hints]
+            hint = lookup(row, self.data.hint_key)
+            is_tree = isinstance(hint, (list, dict))
+            texts.append(self.text_of(row, json.dumps(hint, ensure_ascii=False) if is_tree else str(hint)))
 
+        # A template writes special tokens of its own.
+        found = self.tokenizer(texts, add_special_tokens=not self.data.chat_template)["input_ids"]
+        return [ids[:-1] for ids in found] if self.adds_end else found
 
-def read_sets(data, key, tokenizer, folder):
-    """(weight, prompts) of each set of data.train or data.eval."""
-    value = getattr(data, key)
-    if key == "eval":  # which has no teacher
-        data = data.model_copy(update={"hint_key": None})
+    def text_of(self, row, hint):
+        """The text of a row's prompt, with the hint before what the user says last."""
+        data = self.data
+        value = lookup(row, data.prompt_key)
+        if not data.chat_template:
+            return hint + value
 
-    found = []
-    for name, weight in value.items() if isinstance(value, dict) else [(value, 1.0)]:
-        names = [name] if isinstance(name, str) else name
-        rows = [row for one in names for row in rows_of(one, data, key)]
-        found.append((weight, Prompts(rows, data, tokenizer, folder)))
-    return found
-
-
-def as_json(value):
-    """A value as text: lists and objects as JSON."""
-    return json.dumps(value, ensure_ascii=False, default=str) if isinstance(value, (list, dict)) else str(value)
-
-
-def encoder(tokenizer, folder, is_templated, some):
-    """A function from texts to the ids of each, without an end token. A template brings special tokens of its own.
-
-    It reads tokenizer.json. Where transformers reads `some` of the texts otherwise, of which the start of the run has
-    warned, or where there is no such file, transformers reads them all.
-    """
-
-    def by_transformers(texts, special=not is_templated):
-        return tokenizer(texts, add_special_tokens=special)["input_ids"]
-
-    def by_file(texts):
-        return [found.ids for found in plain.encode_batch_fast(texts, add_special_tokens=not is_templated)]
-
-    read = by_transformers
-    file = Path(folder, "tokenizer.json")
-    if file.exists():
-        plain = tokenizers.Tokenizer.from_file(str(file))
-        plain.no_truncation()
-        plain.no_padding()
-        plain.add_tokens([*tokenizer.added_tokens_decoder.values()])  # tokenizer_config.json may have others
-        if by_file(some) == by_transformers(some):
-            read = by_file
-
-    end = [tokenizer.eos_token_id]
-    bare, whole = (by_transformers(["a"], special)[0][-1:] for special in (False, not is_templated))
-    if whole == end != bare:
-        return lambda texts: [ids[:-1] for ids in read(texts)]
-    return read
-
-
-def template_writer(data, tokenizer):
-    """A function from a prompt, a hint and their row to what the chat template writes."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
-    date = data.date or datetime.datetime.now()
-    environment.globals |= {"raise_exception": refuse, "strftime_now": date.strftime, **tokenizer.special_tokens_map}
-
-    # Tags around what an assistant writes are for training on whole chats: here they change nothing.
-    found = tokenizer.chat_template
-    templates = {}
-    for name, text in (found if isinstance(found, dict) else {"default": found}).items():
-        text = re.sub(r"\{%(-?)\s*generation\b", r"{%\1 if true", text)
-        templates[name] = environment.from_string(re.sub(r"\{%(-?)\s*endgeneration\b", r"{%\1 endif", text))
-
-    def write(value, hint, row):
         chat = [{"role": "user", "content": value}] if isinstance(value, str) else value
         messages = [{k: part for k, part in m.items() if part is not None or k == "content"} for m in chat]
         if hint:
-            last = max(n for n, m in enumerate(messages) if m["role"] == "user" and isinstance(m.get("content"), str))
-            messages[last]["content"] = hint + messages[last]["content"]
+            last = [m for m in messages if m["role"] == "user" and isinstance(m.get("content"), str)][-1]
+            last["content"] = hint + last["content"]
         if data.system_prompt is not None and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": data.system_prompt})
 
-        # The row has options of its own; tools may choose another template.
-        options = {"tools": None, "documents": None} | data.template_kwargs
-        options |= from_json(row.get("chat_template_kwargs")) or {}
-        options["tools"] = from_json(row.get("tools")) or options["tools"]
-        template = templates["tool_use" if options["tools"] is not None and "tool_use" in templates else "default"]
-
-        # If the last message is the assistant's, the model goes on with its last text.
-        continues = messages[-1]["role"] == "assistant"
-        if continues:
-            messages[-1] = with_end(messages[-1])
-        text = template.render(messages=messages, add_generation_prompt=not continues, **options)
-        if not continues:
-            return text
-        before, whole, _ = text.rpartition(END)
-        return before if whole else text.rpartition(END.strip())[0].rstrip()
-
-    return write
-
-
-def refuse(message):
-    """What a template calls for messages that it was not made for."""
-    raise jinja2.TemplateError(message)
+        # The row may have options of its own. If the last message is the assistant's, the model goes on with it.
+        options = data.template_kwargs | (from_json(row.get("chat_template_kwargs")) or {})
+        if tools := from_json(row.get("tools")):
+            options["tools"] = tools
+        if data.date is not None:
+            options["strftime_now"] = data.date.strftime
+        goes_on = messages[-1]["role"] == "assistant"
+        options |= {"add_generation_prompt": not goes_on, "continue_final_message": goes_on}
+        return self.tokenizer.apply_chat_template(messages, tokenize=False, **options)
 
 
 def from_json(value):
@@ -308,12 +181,24 @@ def from_json(value):
     return json.loads(value) if isinstance(value, str) and value else value
 
 
-def with_end(message):
-    """A copy of a message with END after its last text."""
-    content = message["content"]
-    if isinstance(content, str):
-        return message | {"content": content + END}
-    parts = [dict(part) for part in content]
-    last = max(n for n, part in enumerate(parts) if "text" in part)
-    parts[last]["text"] += END
-    return message | {"content": parts}
+def names_of(value):
+    """The names that data.train or data.eval has, or one set of a mixture."""
+    return [value] if isinstance(value, str) else [*(value or ())]
+
+
+def files_of(data):
+    """The files of data.train and data.eval that lie here."""
+    return [file for value in (data.train, data.eval) for name in names_of(value) for file in files_at(name)]
+
+
+def read_sets(data, key, tokenizer):
+    """(weight, prompts) of each set of data.train or data.eval."""
+    value = getattr(data, key)
+    if key == "eval":  # which has no teacher
+        data = data.model_copy(update={"hint_key": None})
+
+    found = []
+    for part, weight in value.items() if isinstance(value, dict) else [(value, 1.0)]:
+        rows = [row for name in names_of(part) for row in rows_of(name, data, key)]
+        found.append((weight, Prompts(rows, data, tokenizer)))
+    return found

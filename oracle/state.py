@@ -53,9 +53,9 @@ class State:
         self.bets = Bets()
 
         # The data.
-        weights, self.sets = zip(*self.read_data("train", folder), strict=True)
+        weights, self.sets = zip(*self.read_data("train"), strict=True)
         self.stream = algorithm.order_of([len(each) for each in self.sets], weights, self.cfg.seed)
-        ((_, self.eval_prompts),) = self.read_data("eval", folder)
+        ((_, self.eval_prompts),) = self.read_data("eval")
         written = (run.folder / "rollouts/step_000001.jsonl").stat().st_mtime
         late = [file for file in files_of(self.cfg.data) if Path(file).stat().st_mtime > written]
         self.late = f"{late[0]} is newer than the answers of step 1" if late else ""
@@ -74,11 +74,11 @@ class State:
         except Exception as error:  # of transformers, the hub, a reader of data, the user's own
             self.report.remarks.append(f"{what} cannot be read: {' '.join(str(error).split())[:160]}")
 
-    def read_data(self, key, folder):
+    def read_data(self, key):
         """(weight, prompts) of each set of data.train or data.eval; an empty one without data or tokenizer."""
         found = None
         if self.tokenizer is not None and getattr(self.cfg.data, key) is not None:
-            found = self.read(f"data.{key}", lambda: read_sets(self.cfg.data, key, self.tokenizer, folder))
+            found = self.read(f"data.{key}", lambda: read_sets(self.cfg.data, key, self.tokenizer))
         return found or [(1, [])]
 
     @cached_property
