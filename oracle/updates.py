@@ -158,7 +158,7 @@ def measure_log_probs(state, answers):
 
     def apart(values):
         """At each token of the answers that have it."""
-        pairs = [(values(a), values(a.shadow)) for a in answers]
+        pairs = [(values(a), values(a.shadow)) for a in answers if a.shadow]
         return torch.cat([(one - other).double().abs() for one, other in pairs if one is not None] or [torch.zeros(1)])
 
     gap = apart(lambda a: a.before)
