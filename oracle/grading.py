@@ -28,10 +28,10 @@ class Grader:
             row = json.loads(json.dumps(row, default=str))
             if self.cfg.rollout.turns:
                 # The tokens have, besides, what the chat template adds.
-                for said, tokens in zip(row["turns"][1::2], turns[1::2], strict=True):
-                    if "".join(said.split()) not in "".join(tokens.split()):
+                for said, tokens in zip(row["turns"][1::2], turns[1::2], strict=False):
+                    if said is None or "".join(said.split()) not in "".join(tokens.split()):
                         self.has_returned = True
-                        return f"the environment says {said!r}, its tokens {tokens!r}", None
+                        return f"the environment replies {said!r}, its tokens are {tokens!r}", None
 
             spec = self.cfg.reward.by_source.get(answer["source"], self.cfg.reward.default)
             if isinstance(spec, str):
@@ -62,6 +62,8 @@ class Grader:
         state = {}
         for text in before:
             turns += [text, environment(text, row, state)]
+            if turns[-1] is None:  # it ends a conversation that goes on in the run
+                return row | {"turns": turns, "state": state}, None
         reply = environment(last, row, state) if ended else None  # it hears the last turn too
         return row | {"turns": [*turns, last], "state": state}, reply
 

@@ -11,6 +11,7 @@ import train_grpo
 from grpo.step import gdpo, metrics
 from grpo.step.records import Collected, Sample
 from oracle import algorithm, folders
+from oracle.grading import Grader
 from oracle.metrics import of_evaluation, of_samples, rounds_of
 from oracle.report import Report
 from oracle.run import Recorded
@@ -45,6 +46,22 @@ def samples():
 
 def rows_of(samples):
     return json.loads(json.dumps([s.as_row() for s in samples], default=lambda array: array.tolist()))
+
+
+SECRETS = {  # of the row → what is wrong with a conversation in which a guess of 3 is too low
+    "7": None, "1": "the environment replies '-', its tokens are '+'",
+    "3": "the environment replies None, its tokens are '+'",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("secret", SECRETS)
+def test_a_conversation_with_the_row_of_another_is_named(secret):
+    game = "examples/tiny_turns.py"
+    grader = Grader(tiny_config(f"rollout.turns={game}:higher_or_lower", f"reward.custom={game}:won"))
+    answer = {"text": "3+5", "source": "default", "response_ids": [5, 13, 7]}
+    prompt = SimpleNamespace(row={"prompt": ">", "answer": secret}, answer=secret)
+    found, _ = grader.parts(answer, prompt, ["3", "+", "5"], ended=True)
+    assert found == (SECRETS[secret] or {"reward": 0.2}) and grader.has_returned
 
 
 def test_metrics_of_answers(samples):
