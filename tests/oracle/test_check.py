@@ -98,7 +98,7 @@ def test_an_edited_formula_is_named_and_the_rest_agrees(shared, monkeypatch):
     wrap(monkeypatch, formulas, "compare", lambda compare, *given: 2 * compare(*given))
     report = repeat(read_run(shared.out))
     assert report.parted() == ["advantages"], report.table()
-    assert report.items["weights"].count == 3, "the exports of all steps are judged"
+    assert report.items["weights"].count == 12, "the exports of all steps are judged, and the way of the updates"
 
 
 RECORDS = {  # the items that part → how the lines of the updates of step 1 are changed
@@ -124,7 +124,7 @@ def test_a_changed_record_of_an_update_is_named(copied, item):
 def test_updates_that_were_lost_are_named(copied):
     write_rows(copied / "rollouts/updates_000001.jsonl", [])
     report = repeat(read_run(copied, steps=1))
-    assert "updates" in report.parted() and "updates: the run has 0, the oracle 1" in report.table(), report.table()
+    assert "updates" in report.parted() and "updates: the run has 0, the oracle 2" in report.table(), report.table()
 
     (copied / "rollouts/updates_000002.jsonl").unlink()
     with pytest.raises(ValueError, match=r"updates_000002\.jsonl is missing"):
@@ -144,9 +144,9 @@ def test_steps_of_an_earlier_version_are_judged_by_their_metrics(copied, steps):
 def test_names_without_a_formula(copied):
     reconfigure(copied, "algo", advantage="mine")
     report = repeat(read_run(copied))
-    assert not report.parted() and report.items["gradient"].count == 3, report.table()
-    assert report.verdict() == (3, "agrees: 16; not judged: advantages (no formula for algo.advantage=mine)")
-    assert report.verdict(["advantages"]) == (0, "agrees: 16")
+    assert not report.parted() and report.items["gradient"].count == 9, report.table()
+    assert report.verdict() == (3, "agrees: 18; not judged: advantages (no formula for algo.advantage=mine)")
+    assert report.verdict(["advantages"]) == (0, "agrees: 19")
 
     reconfigure(copied, "algo", loss="mine", loss_norm="mine", kl="mine")  # which this checkout does not have
     report = repeat(read_run(copied))

@@ -82,7 +82,7 @@ def replica_count(cfg, world_size) -> int:
 
 def warnings(cfg, world_size) -> list[str]:
     """What of the plan will be slow, learns nothing, or learns from other ratios than it seems: with the key to try."""
-    r, a, p, t = cfg.rollout, cfg.algo, cfg.parallel, cfg.train
+    r, p, t = cfg.rollout, cfg.parallel, cfg.train
     found = []
 
     # An update that is too small for its stages or rows.
@@ -114,11 +114,23 @@ def warnings(cfg, world_size) -> list[str]:
                 "network: try one that divides the ranks of a machine, parallel.pp or parallel.cp in its place"
             )
 
-    if a.moving_reference:
+    if cfg.algo.moving_reference:
         found.append("algo.moving_reference=true is for a fork that changes the reference: the run does not watch it")
 
-    # Ratios of other probabilities, or of other units, than the loss expects.
-    if r.vllm.get("quantization") and a.correction == "none":
+    for text in dict.fromkeys([*r.stop, *(cfg.eval.stop or [])]):
+        if re.search(r"\\[nrt]", text):
+            found.append(
+                f"a stop is {text!r}, with a backslash and a letter. For a line break use YAML's double quotes; "
+                f"on a command line 'rollout.stop=\"{text}\"'"
+            )
+    return found + odd_ratios(cfg) + extremes(cfg)
+
+
+def odd_ratios(cfg) -> list[str]:
+    """Ratios of other probabilities, or of other units, than the loss expects."""
+    a, t = cfg.algo, cfg.train
+    found = []
+    if cfg.rollout.vllm.get("quantization") and a.correction == "none":
         found.append(
             "rollout.vllm.quantization makes vLLM sample from other weights than are trained: try algo.correction=tis "
             "with rollout.max_logp_gap above the gap that the first steps show"
@@ -133,14 +145,7 @@ def warnings(cfg, world_size) -> list[str]:
             f"algo.loss={a.loss} masks by how far probabilities are from the old ones, which are the same in a first "
             "update of algo.old_logp=trainer: try algo.old_logp=rollout, which masks by the difference from vLLM"
         )
-
-    for text in dict.fromkeys([*r.stop, *(cfg.eval.stop or [])]):
-        if re.search(r"\\[nrt]", text):
-            found.append(
-                f"a stop is {text!r}, with a backslash and a letter. For a line break use YAML's double quotes; "
-                f"on a command line 'rollout.stop=\"{text}\"'"
-            )
-    return found + extremes(cfg)
+    return found
 
 
 def extremes(cfg) -> list[str]:
