@@ -80,17 +80,17 @@ def mixed_groups(answers):
     return {group: len(values) > 1 for group, values in sorted(rewards.items())}
 
 
-def sampled_groups(answers, cfg):
-    """How many groups a step samples: in each round as many as it still lacks, of which those of equal rewards do not
+def rounds_of(answers, cfg):
+    """How many groups each round of a step samples: as many as it still lacks, of which those of equal rewards do not
     count where there are several rounds.
     """
     counts = [mixed or cfg.algo.max_rounds == 1 for mixed in mixed_groups(answers).values()]
-    sampled = kept = 0
-    for _ in range(cfg.algo.max_rounds):
-        missing = cfg.rollout.prompts_per_step - kept
-        kept += sum(counts[sampled : sampled + missing])
-        sampled += missing
-    return sampled
+    rounds = []
+    while missing := cfg.rollout.prompts_per_step - sum(counts[: sum(rounds)]):
+        if len(rounds) == cfg.algo.max_rounds:
+            break
+        rounds.append(missing)
+    return rounds
 
 
 def trained_groups(answers, cfg):

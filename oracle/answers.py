@@ -9,7 +9,7 @@ from itertools import accumulate
 import torch
 
 from oracle import formulas
-from oracle.algorithm import sampled_groups, seed_of
+from oracle.algorithm import rounds_of, seed_of
 from oracle.metrics import judge_evaluated
 from oracle.nuclei import find
 from oracle.sampling import Bets
@@ -238,7 +238,7 @@ def judge_groups(state, rows, trained):
     sizes = Counter(row["group"] for row in rows)
     check("groups", "groups/size", [*sizes.values()], [state.cfg.rollout.group_size] * len(sizes))
     check("groups", "groups/sampled", metrics["groups/sampled"], len(sizes))
-    check("groups", "groups/prompts_per_step", len(sizes), sampled_groups(rows, state.cfg))
+    check("groups", "groups/prompts_per_step", len(sizes), sum(rounds_of(rows, state.cfg)))
     check("groups", "groups/trained", metrics["groups/trained"], len(trained))
 
 

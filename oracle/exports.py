@@ -2,8 +2,10 @@
 
 import json
 import math
-from collections import Counter
 
+import torch
+
+from oracle.folders import factors_of
 from oracle.models import rounded
 
 ELEMENTS = 32  # of a tensor that make the most of its way, so that rounding averages out
@@ -19,11 +21,7 @@ def judge_exports(state, step):
         return
     weights = trained = trainer.read(folder, trainer.dtype)
     if adapter is not None:
-        trained = {n.removeprefix("base_model.model."): w for n, w in trainer.read(adapter, "fp32").items()}
-        written = json.loads((adapter / "adapter_config.json").read_text())
-        scale = written["lora_alpha"] / written["r"]
-        own = state.cfg.lora.alpha / state.cfg.lora.rank
-        report.say("adapters", f"alpha / r: {scale:g}, not {own:g}" if scale != own else "")
+        trained = factors_of(trainer, adapter)
 
     if not state.unknown:
         shadow = trainer.shadow
@@ -59,26 +57,21 @@ def distances(item, theirs, ours, first, previous):
     moved from the `first`, then how much of that way, and of our last update from the `previous` weights, the others
     made. There rounding averages out.
     """
-    sums = Counter()
+    sums = torch.zeros(5, dtype=torch.float64)
     for name, weight in ours.items():
         own = (weight - first[name]).double().flatten()
         way = (theirs[name] - first[name]).double().flatten()
         last = (weight - previous[name]).double().flatten()
-        for product, (one, other) in {
-            "ours²": (own, own), "theirs·ours": (way, own), "theirs²": (way, way), "last²": (last, last),
-            "apart·last": (way - own, last),
-        }.items():  # fmt: skip
-            sums[product] += (one @ other).item()
+        sums += torch.stack([own @ own, way @ own, way @ way, last @ last, (way - own) @ last]).cpu()
 
-    moved = sums["ours²"]
-    apart = math.sqrt(max(moved - 2 * sums["theirs·ours"] + sums["theirs²"], 0))
+    moved, along, size, updated, ahead = sums.tolist()
+    apart = math.sqrt(max(moved - 2 * along + size, 0))
     found = {f"export: {item}": (apart / math.sqrt(moved) if moved else apart, 0.0)}
     if moved:
-        back = sums["theirs·ours"] / sums["theirs²"] if sums["theirs²"] else 0.0
-        found[f"slope: {item} on ours"] = (sums["theirs·ours"] / moved, 1.0)
-        found[f"slope: ours on {item}"] = (back, 1.0)
-    if sums["last²"]:
-        found[f"slope: {item} on our last update"] = (1 + sums["apart·last"] / sums["last²"], 1.0)
+        found[f"slope: {item} on ours"] = (along / moved, 1.0)
+        found[f"slope: ours on {item}"] = (along / size if size else 0.0, 1.0)
+    if updated:
+        found[f"slope: {item} on our last update"] = (1 + ahead / updated, 1.0)
     return found
 
 

@@ -4,7 +4,7 @@ import math
 from collections import defaultdict
 from statistics import fmean, pstdev
 
-from oracle.algorithm import mixed_groups
+from oracle.algorithm import rounds_of
 
 
 def judge_metrics(state, rows, trained):
@@ -13,7 +13,7 @@ def judge_metrics(state, rows, trained):
     line = state.metrics
     own = of_samples(rows, cfg) | of_training([row for row in rows if row["group"] in trained], cfg)
     own |= of_updates(state.run.updates(state.report.step), cfg)
-    own["groups/rounds"] = rounds_of(rows, cfg)
+    own["groups/rounds"] = len(rounds_of(rows, cfg))
     if state.sets and (size := sum(map(len, state.sets))):
         own["epoch"] = state.taken / size
 
@@ -36,14 +36,12 @@ def judge_evaluated(state, rows):
 
 
 def compare(report, line, own, whole):
-    """Compare the metrics of a line with our `own`, which has all whose names begin with `whole`."""
+    """Compare the metrics of a line with our `own`, which has all whose names begin with `whole`; None is NaN."""
     for name, value in own.items():
         if name not in line:
             report.note("metrics", f"{name}, which the run does not have")
-        elif value is None:
-            report.say("metrics", f"{name}: the run has {line[name]}, not null" if line[name] is not None else "")
         else:
-            report.check("metrics", f"metric: {name}", line[name], value)
+            report.check("metrics", f"metric: {name}", line[name], math.nan if value is None else value)
     for name in line:
         if name.startswith(whole) and name not in own:
             report.say("metrics", f"{name}: nothing in rollouts/ has this")
@@ -65,27 +63,23 @@ def by(rows, key):
     return found
 
 
-def share(values):
-    return fmean(map(float, values))
-
-
 def of_samples(rows, cfg):
     """Rewards, groups and lengths of all answers of a step."""
     rewards = [row["reward"] for row in rows]
     lengths = [length_of(row) for row in rows]
-    groups = [{row["reward"] for row in group} for group in by(rows, "group").values()]
-    has_turns = cfg.rollout.turns is not None
+    of_groups = [{row["reward"] for row in group} for group in by(rows, "group").values()]
     own = {
         "reward/mean": fmean(rewards),
         "reward/std": pstdev(rewards),
-        "groups/zero_std_frac": share(len(values) == 1 for values in groups),
+        "groups/zero_std_frac": fmean(len(values) == 1 for values in of_groups),
         "tokens/prompt_mean": fmean(len(row["prompt_ids"]) for row in rows),
         "tokens/response_mean": fmean(lengths),
         "tokens/response_max": max(lengths),
-        "tokens/truncated_frac": share(not row["finished"] for row in rows),
-        "tokens/environment_mean": fmean(sum(row["turns"][1::2]) for row in rows) if has_turns else None,
-        "turns/mean": fmean(len(row["turns"][::2]) for row in rows) if has_turns else None,
+        "tokens/truncated_frac": fmean(not row["finished"] for row in rows),
+        "tokens/environment_mean": fmean(sum(row["turns"][1::2]) for row in rows) if cfg.rollout.turns else None,
+        "turns/mean": fmean(len(row["turns"][::2]) for row in rows) if cfg.rollout.turns else None,
     }
+
     for source, of_source in by(rows, "source").items():
         own[f"reward/{source}/mean"] = fmean(row["reward"] for row in of_source)
         own[f"reward/{source}/max"] = max(row["reward"] for row in of_source)
@@ -95,19 +89,7 @@ def of_samples(rows, cfg):
 
 def failures(rows, begin):
     """The shares of answers that were not graded."""
-    return {f"{begin}/{kind}_frac": share(row["graded"] == kind for row in rows) for kind in ("timeout", "error")}
-
-
-def rounds_of(rows, cfg):
-    """The rounds of sampling, each of which fills up the groups of mixed rewards."""
-    counts = [mixed or cfg.algo.max_rounds == 1 for mixed in mixed_groups(rows).values()]
-    kept = taken = rounds = 0
-    while kept < cfg.rollout.prompts_per_step and rounds < cfg.algo.max_rounds:
-        missing = cfg.rollout.prompts_per_step - kept
-        kept += sum(counts[taken : taken + missing])
-        taken += missing
-        rounds += 1
-    return rounds
+    return {f"{begin}/{kind}_frac": fmean(row["graded"] == kind for row in rows) for kind in ("timeout", "error")}
 
 
 def of_training(rows, cfg):
@@ -146,7 +128,7 @@ def of_evaluation(rows, options):
         begin = f"eval/{source}"
         own[f"{begin}/avg@{n}"] = fmean(row["reward"] for row in of_source)
         own[f"{begin}/response_mean"] = fmean(map(length_of, of_source))
-        own[f"{begin}/truncated_frac"] = share(not row["finished"] for row in of_source)
+        own[f"{begin}/truncated_frac"] = fmean(not row["finished"] for row in of_source)
         own |= failures(of_source, begin)
 
         # 1e-9: parts of .7, .2 and .1 add up to a little less than 1.
@@ -157,5 +139,5 @@ def of_evaluation(rows, options):
 
         names = {name for row in of_source for name in row["reward_parts"]}
         for name in names if len(names) > 1 else ():
-            own[f"{begin}/part/{name}"] = share(row["reward_parts"].get(name, 0) > 0 for row in of_source)
+            own[f"{begin}/part/{name}"] = fmean(row["reward_parts"].get(name, 0) > 0 for row in of_source)
     return own

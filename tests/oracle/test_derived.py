@@ -12,7 +12,7 @@ from grpo.step import gdpo, metrics
 from grpo.step.records import Collected, Sample
 from oracle import algorithm, folders
 from oracle.grading import Grader
-from oracle.metrics import of_evaluation, of_samples, rounds_of
+from oracle.metrics import of_evaluation, of_samples
 from oracle.report import Report
 from oracle.run import Recorded
 from oracle.trainer import Trainer, weight_of
@@ -74,7 +74,8 @@ def test_metrics_of_answers(samples):
     assert of_evaluation(rows, cfg.eval) == pytest.approx(metrics.evaluation(samples, cfg.eval))
 
     algo = SimpleNamespace(max_rounds=3)
-    assert rounds_of(rows, SimpleNamespace(rollout=cfg.rollout, algo=algo)) == 3, "a group has equal rewards"
+    rounds = algorithm.rounds_of(rows, SimpleNamespace(rollout=cfg.rollout, algo=algo))
+    assert rounds == [6, 1, 1], "a group has equal rewards"
 
 
 def test_advantages_by_gdpo(samples):
