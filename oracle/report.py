@@ -9,7 +9,7 @@ import torch
 
 from oracle.run import Recorded
 
-ITEMS = (  # in the order in which a step makes them; docs/check.md says what each compares
+ITEMS = (  # in the order in which a step makes them; docs/dev/checks.md says what each compares
     "order", "seeds", "sampling", "answers", "rewards", "groups", "log-probs", "reference", "teacher", "advantages",
     "token-weights", "loss", "entropy", "gradient", "updates", "lr", "weights", "adapters", "exports", "checkpoints",
     "metrics",

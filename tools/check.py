@@ -4,7 +4,7 @@
     make check RUN=outputs/x ARGS="--mine loss,order --steps 5"
 
 Exit code 0 if all was judged and agrees or is named by --mine as your own, 1 if another item differs, 2 if the folder
-cannot be judged, 3 if all agrees but something was not judged. docs/check.md explains the items. Run it from the
+cannot be judged, 3 if all agrees but something was not judged. docs/dev/checks.md explains the items. Run it from the
 checkout that made the run.
 """
 
@@ -27,7 +27,7 @@ from oracle.twin import judge_twins, torchrun
 def main(argv) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="the output_dir of a run")
-    parser.add_argument("--mine", default="", help=f"items that your fork changes (docs/check.md): {', '.join(ITEMS)}")
+    parser.add_argument("--mine", default="", help=f"items that your fork changes: {', '.join(ITEMS)}")
     parser.add_argument("--steps", type=int, help="only this many steps, from the first")
     parser.add_argument("--no-twin", action="store_true", help="do not start the twins of a run in half precision")
     args = parser.parse_args(argv)
