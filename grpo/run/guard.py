@@ -186,6 +186,7 @@ SLOPE = 0.02  # of the difference over the log-prob: a temperature that is off b
 SIGMAS = 6.0  # standard errors that the slope is beyond SLOPE
 MEASURED = 8  # answers that rounding is measured on; at least one for each replica
 OUTLIERS = 2  # tokens whose k3 alone is no defect
+APART = 20  # tokens of a scoring pass that differ from vLLM's where the update says that none does: a defect
 BOUNDS = ("max_logp_gap", "max_mismatch_kl")  # of `rollout`, the user's own
 INEXACT = ("quantization", "kv_cache_dtype")  # options of vLLM that make it sample from another distribution
 
@@ -259,7 +260,8 @@ def judge_gap(guard, gap: Gap, meant: list[str], batch, cfg, step):
     is_first = guard.rounding is None
     some, logp_F, guard.rounding = measure_rounding(guard.model, batch, cfg, guard.score)
     slope = slope_of(logp_F[some.mask], some.rollout_logp[some.mask], guard.rounding.mean) if is_first else 0.0
-    if gap.over(guard.rounding) <= warn and not slope:
+    is_zero = is_first and gap.mean == 0
+    if gap.over(guard.rounding) <= warn and not slope and not is_zero:
         return
 
     # Look closer: a scoring pass, which dropout does not move, and without the outliers.
@@ -267,7 +269,11 @@ def judge_gap(guard, gap: Gap, meant: list[str], batch, cfg, step):
         logp_F = batch.old_logp  # an earlier update of this step has moved the weights
     else:
         logp_F = guard.score(guard.model, batch, cfg)
-    scored = gap_of((logp_F - batch.rollout_logp)[batch.mask], OUTLIERS)
+    difference_M = (logp_F - batch.rollout_logp)[batch.mask]
+    apart = int(difference_M.count_nonzero())
+    if is_zero and apart > APART and not meant:
+        raise TrainingError(f"step {step}: {ITSELF.format(apart, len(difference_M))}; {MEANT}")
+    scored = gap_of(difference_M, OUTLIERS)
     times = max(scored.over(guard.rounding), gap.mean / guard.rounding.mean)
     if times <= warn and not slope:
         return
@@ -286,6 +292,12 @@ def judge_gap(guard, gap: Gap, meant: list[str], batch, cfg, step):
         why = f"since {meant[0]} is set" if meant else f"and ends at {stop:g} times"
         print(f"warning: {message}; the run goes on, {why}\n{table}", flush=True)
     guard.warned = True
+
+
+ITSELF = (
+    "the gap between trainer and vLLM is exactly 0, but a scoring pass differs from vLLM in {} of {} tokens: grpo_loss "
+    "compares vLLM's log-probs with themselves"
+)
 
 
 def measure_rounding(model, batch, cfg, score: Callable) -> tuple[Batch, Tensor, Gap]:

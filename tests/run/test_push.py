@@ -12,7 +12,7 @@ import megatron_bridge as bridge
 from config import RankError, TrainingError
 from grpo.parts.engine.push_check import PushCheck, add_up, digest, engine_digests, shard_digests, stacked
 from rollout import Engine
-from tests.conftest import build_model, tiny_config, tiny_model
+from tests.conftest import build_model, refused, tiny_config, tiny_model
 
 
 @pytest.mark.slow
@@ -46,11 +46,16 @@ def test_the_digests_of_shards_are_those_of_the_tensors_they_give(world, tmp_pat
     model = build_model(tiny_config(f"model.path={tmp_path}", f"model.dtype={dtype}", f"lora.rank={rank}"))
     for weight in bridge.trainable_weights(model):
         weight.data.add_(torch.randn_like(weight) / 100)
-    pushed = shard_digests((name, 0, tensor) for name, tensor in bridge.hf_weights(model))
-    assert shard_digests(bridge.hf_shards(model)) == pushed
+    pushed = sums_of((name, 0, tensor) for name, tensor in bridge.hf_weights(model))
+    assert sums_of(bridge.hf_shards(model)) == pushed
     bridge.named_weights(model)["embedding.word_embeddings.weight"].data[3, 5] += 1
-    now = shard_digests(bridge.hf_shards(model))
+    now = sums_of(bridge.hf_shards(model))
     assert [key for key in pushed if now[key] != pushed[key]] == [("model.embed_tokens.weight", 0, False)]
+
+
+def sums_of(shards):
+    """The digests of shards without the number of places: the tensors that a shard joins begin at any row."""
+    return {key: found[:2] for key, found in shard_digests(shards).items()}
 
 
 @pytest.mark.parametrize("tp", [1, 2, 8, 16])
@@ -75,7 +80,7 @@ def test_keys_and_values_are_told_from_queries_on_any_number_of_ranks(monkeypatc
 
     queries, *keys_values = stacked(map(digest, parts))
     found = add_up([f"model.layers.0.self_attn.qkv_proj.{kind}"], everywhere)
-    assert np.array_equal(found[:, 0], [queries, sum(keys_values)])
+    assert np.array_equal(found[:, 0, :2], [queries[:2], sum(keys_values)[:2]])
 
 
 # ---------------------------------------------------------------- digests, without vLLM
@@ -86,7 +91,8 @@ def test_a_digest_is_the_sum_over_parts_and_sees_any_bit(dtype):
     whole = torch.randn(96, 64).to(dtype)
     for parts in (whole.split([32, 48, 16]), whole.split([16, 48], dim=1)):
         assert digest(whole) == [sum(sums) for sums in zip(*map(digest, parts), strict=True)]
-    assert digest(torch.zeros(7, dtype=dtype)) == [0, 0]
+    assert digest(torch.zeros(7, dtype=dtype)) == [0, 0, 0]
+    assert digest(torch.ones(32, 64, dtype=dtype))[2] == 0  # rows are equal
 
     bits = whole.clone().view({torch.float32: torch.int32, torch.bfloat16: torch.int16}[dtype])
     bits[5, 7] += 1
@@ -94,11 +100,12 @@ def test_a_digest_is_the_sum_over_parts_and_sees_any_bit(dtype):
     bits[70, 7] -= 1  # the sum is the old one again
     assert digest(bits) != digest(whole)
 
-    swapped = whole.clone()
-    swapped[[3, 5]] = whole[[5, 3]]
-    assert digest(swapped) == digest(whole)
-    assert digest(swapped, ordered=True)[:2] == digest(whole)
-    assert digest(swapped, ordered=True)[2] != digest(whole, ordered=True)[2]
+    for rows, seen in (([3, 5], {2, 3}), ([3, 19], {3})):  # places count within 16 rows, and all in order
+        swapped = whole.clone()
+        swapped[rows] = whole[rows[::-1]]
+        assert digest(swapped, ordered=True)[:3] == digest(swapped)
+        pairs = zip(digest(swapped, ordered=True), digest(whole, ordered=True), strict=True)
+        assert {number for number, (one, other) in enumerate(pairs) if one != other} == seen
 
 
 def test_chunks_do_not_change_a_digest(monkeypatch):
@@ -140,12 +147,24 @@ def test_copies_of_key_value_heads_are_found_out_and_held_to():
     for hf, changed in ((zero, 1.0), (old, 0.5), (old, 0.0), (new, 0.5)):
         compared(check, hf, [hf, hf])
         assert check.metrics == {"sync/checked": 1, "sync/changed": changed}
-    factors = [check.factors[f] for f in check.fits[:, 0].argmax(0)]
-    assert factors == [(1, 2), (2, 2)] and check.fits.sum() == 2  # of qkv_proj and of the norm
+    factors = [check.factors[f] for f in check.fits[0, :, 0].argmax(0)]
+    assert factors == [(1, 2), (2, 2)] and check.fits[0].sum() == 2  # of qkv_proj and of the norm
     with pytest.raises(TrainingError, match=r"ranks \[0, 1\] these weights .*: layer\.qkv_proj\.weight"):
         compared(check, old, [old, new])
     with pytest.raises(TrainingError, match=r"these weights .*: layer\.norm\.weight"):
         compared(check, new, [new, weights(1, norm=torch.full((32,), 1.5))])
+
+
+@pytest.mark.parametrize("initial, rows, seen", [(1, 64, True), (1, 60, False), (0, 60, False), (0, 64, False)])
+def test_exchanged_rows_are_found_where_places_are_known(initial, rows, seen):
+    """After the first push, in a weight that is not all zeros then, and whose tensors begin at multiples of 16 rows."""
+    check = PushCheck(tp=2)
+    for seed, factor in ((0, initial), (1, 1), (2, 1)):  # healthy: no alarm
+        hf = {name: weight[:rows] * factor + 0.0 for name, weight in weights(seed).items()}
+        compared(check, hf, [hf, hf])
+    exchanged = hf | {"layer.k_proj.weight": hf["layer.k_proj.weight"][[1, 0, *range(2, rows)]]}
+    with refused(TrainingError, r"these weights are not the trainer's: layer\.qkv_proj\.weight" if seen else None):
+        compared(check, hf, [hf, exchanged])
 
 
 def test_a_warning_names_weights_that_vllm_keeps_in_a_layout_of_its_own(monkeypatch, capsys):

@@ -32,17 +32,18 @@ def report_of(difference_T):
 def check(monkeypatch):
     """check(differences [T], "section.key=value", ..., kept=..., spread=...) → None, or it raises what check_gap does.
 
-    The model's rounding is a normal distribution with a mean |Δ| of ROUNDING; log-probs are from -spread to 0.
+    A scoring pass has the same differences, or those of `scored`. The model's rounding is a normal distribution with a
+    mean |Δ| of ROUNDING; log-probs are from -spread to 0.
     """
     monkeypatch.setattr(guard, "explain_gap", lambda *args: "the table")
     monkeypatch.setattr(guard.dist, "get_rank", lambda: 0)
 
-    def run(difference_T, *overrides, kept=None, spread=4.0):
+    def run(difference_T, *overrides, kept=None, spread=4.0, scored=None):
         cfg = tiny_config("model.dtype=bf16", *overrides)
         rollout_logp = -torch.rand(len(difference_T), generator=torch.Generator().manual_seed(1)) * spread
         mask = torch.ones(len(difference_T), dtype=torch.bool)
         batch = SimpleNamespace(ref_logp=None, old_logp=None, rollout_logp=rollout_logp, mask=mask)
-        trainer = rollout_logp + difference_T
+        trainer = rollout_logp + (difference_T if scored is None else scored)
         rounding = guard.gap_of(normal(ROUNDING))
         monkeypatch.setattr(guard, "measure_rounding", lambda *args: (batch, trainer, rounding))
         kept = kept or new()
@@ -98,6 +99,17 @@ def test_two_tokens_are_no_defect_and_nan_is_one(check):
         check(difference_T)
     with pytest.raises(TrainingError):
         check(torch.full((20,), math.nan))
+
+
+@pytest.mark.parametrize("tokens, keys", [(30, []), (30, ["rollout.max_logp_gap=inf"]), (10, [])])
+def test_a_gap_of_0_where_a_scoring_pass_differs_is_that_of_vllm_to_itself(check, tokens, keys):
+    """Unless so few tokens differ that none may have in the update."""
+    scored = torch.zeros(2000)
+    scored[:tokens] = 1e-3
+    error = "exactly 0, but a scoring pass differs from vLLM in 30 of 2000 tokens"
+    with refused(TrainingError, None if keys or tokens == 10 else error):
+        check(torch.zeros(2000), *keys, scored=scored)
+    check(torch.zeros(2000))
 
 
 @pytest.mark.parametrize("key", ["rollout.max_logp_gap=inf", "rollout.vllm.quantization=fp8"])

@@ -49,7 +49,7 @@ def patch_started(llm, prefix, return_routes, return_masks):
 
 
 def note_packed_weights():
-    """Make vLLM's CPU layers keep, as `packed`, the ordered digests {name: [3]} of the weights they pack.
+    """Make vLLM's CPU layers keep, as `packed`, the ordered digests {name: [4]} of the weights they pack.
 
     vLLM 0.32 packs weights for its kernels as they are loaded and drops the originals, so a push is visible only there.
     """

@@ -15,6 +15,7 @@ from grpo.parts.base import ranks
 
 Parts = dict[tuple[str, int, bool], list[int]]  # {(vLLM's name, number, whether keys and values): digest}
 CHUNK = {"cpu": 1 << 18, "cuda": 1 << 24}  # words of 8 bytes per sum: a core's cache holds them; little GPU memory
+PERIOD = 16  # rows; what vLLM fuses or splits begins at multiples of it in most models
 # vLLM's parameters that come from a checkpoint
 WEIGHTS = ("weight", "bias", "w13_weight", "w2_weight", "A_log", "dt_bias")
 RENAMED = [  # (pattern in a Hugging Face name, or in one of vLLM 0.32, and its replacement), applied in turn
@@ -44,7 +45,7 @@ class PushCheck:
                 (self.places,) = llm.apply_model(addresses)
 
         self.factors = [(1, 1), (tp, tp), *((1, b) for b in range(2, tp + 1))]  # F pairs (a, b), see `compare`
-        self.fits = True  # [F, E, W], whether a pair fitted every push of an engine so far
+        self.fits = True  # [2, F, E, W], whether a pair fitted every push of an engine so far: the sums; places too
         self.last = None  # the digests pushed last, see add_up
         self.metrics = {}  # of the last push
 
@@ -65,18 +66,19 @@ class PushCheck:
             (places,) = llm.apply_model(addresses)
             moved = [name for name, address in self.places.items() if places.get(name) != address]
 
-        digests = np.stack([sums[:2] for sums in after.values()])
+        digests = np.stack([sums[:3] for sums in after.values()])
         of_ranks = ranks.gather((shard_digests(shards), digests, changed, moved))
         self.compare(list(after), *zip(*of_ranks, strict=True))
 
     def compare(self, names: list[str], parts: list[Parts], digests: list, changed=(), moved=()):
         """Compare the W weights `names` of all engines with the trainer's. Raises TrainingError if they differ.
 
-        Each rank gives its parts, the digests [W, 2] of its shard of vLLM, and the names of weights that changed or
+        Each rank gives its parts, the digests [W, 3] of its shard of vLLM, and the names of weights that changed or
         moved.
 
         The digest of a weight, summed over an engine's ranks, is a times the digest of its tensors plus b times that of
-        its keys and values, where a and b are how many ranks hold a copy. The first push determines them.
+        its keys and values, where a and b are how many ranks hold a copy. The first push determines them, and of which
+        weights the places of rows count.
         """
         pushed = add_up(names, parts)
         names = np.array(names)
@@ -85,16 +87,20 @@ class PushCheck:
 
         # Which pairs (a, b) fit this push too, in each of the E engines. An engine is behind if none is left.
         tensors, keys_values = pushed
-        held = np.stack(digests).reshape(-1, self.tp, len(names), 2).sum(1)  # [E, W, 2]
-        fits = np.stack([(held == a * tensors + b * keys_values).all(-1) for a, b in self.factors])
-        fits &= self.fits
-        holds = fits.any(0)  # [E, W]
-        unfit = ~holds.all(0)
+        held = np.stack(digests).reshape(-1, self.tp, len(names), 3).sum(1)  # [E, W, 3]
+        equal = np.stack([held == a * tensors + b * keys_values for a, b in self.factors])
+        fits = np.stack([equal[..., :2].all(-1), equal.all(-1)]) & self.fits
+        holds = fits.any(1)  # [2, E, W]
+        unfit = ~holds[0].all(0)
 
-        if self.last is not None:
-            lost = self.fits.any(0) & ~holds
+        if self.last is None:  # a part whose rows are equal, such as zeros, fits wherever it lies
+            alike = {name for part in parts for (name, *_), found in part.items() if not found[2]}
+            fits[1] &= ~np.isin(names, list(alike))
+        else:
+            lost = (self.fits.any(1) & ~holds).any(0)
             stop_if(LOST, [names[of_engine] for of_engine in lost.repeat(self.tp, 0)])
-        elif unfit.any() and dist.get_rank() == 0:
+
+        if self.last is None and unfit.any() and dist.get_rank() == 0:
             print(
                 f"warning: vLLM keeps {unfit.sum()} of {len(names)} weights in a layout of its own, so only logp_gap "
                 f"shows a push of {shorten(names[unfit])}",
@@ -158,7 +164,7 @@ def shard_digests(shards: Iterable[tuple[str, int, Tensor]]) -> Parts:
 
 
 def add_up(names: list[str], everywhere: Iterable[Parts]):
-    """Digests [2, W, 2] of the W weights `names` from the parts of all ranks: of tensors, and of keys and values.
+    """Digests [2, W, 3] of the W weights `names` from the parts of all ranks: of tensors, and of keys and values.
 
     Copies of a part count once. Raises TrainingError if they differ, or if names do.
     """
@@ -167,7 +173,7 @@ def add_up(names: list[str], everywhere: Iterable[Parts]):
         differ.append([key[0] for key, found in of_rank.items() if parts.setdefault(key, found) != found])
     stop_if(COPIES, differ)
 
-    sums = defaultdict(lambda: np.zeros((2, 2), np.int64))
+    sums = defaultdict(lambda: np.zeros((2, 3), np.int64))
     for (name, _, has_keys_values), found in parts.items():
         sums[name][int(has_keys_values)] += found
 
@@ -208,7 +214,7 @@ def engine_digests(model, ordered=False):
         for name, weight in module.named_parameters(recurse=False):
             place = vllm_name(f"{path}.{name}")
             if name in packed:
-                found[place] = packed[name] if ordered else packed[name][:2]
+                found[place] = packed[name] if ordered else packed[name][:3]
             elif name in WEIGHTS and weight.data_ptr() not in seen:  # tied weights are one tensor
                 found[place] = digest(in_words(name, weight), ordered)
                 seen.add(weight.data_ptr())
@@ -225,10 +231,12 @@ def addresses(model):
 
 @torch.no_grad()
 def digest(tensor, ordered=False):
-    """Digest of a tensor's bits: 2 int64 on its device, 0 for zeros. The digest of a whole is the sum over its parts.
+    """Digest of a tensor's bits: 3 int64 on its device, 0 for zeros. The digest of a whole is the sum over its parts.
 
-    Over the words x_i of 8 bytes, modulo 2^64: the sum of x_i, and the sum of |x_2i| |x_2i+1|, since two changes can
-    cancel in the first. With `ordered` there is a third, the sum of (2i + 1) x_i, which shows a wrong order.
+    Over the words x_i of 8 bytes, modulo 2^64: the sum of x_i; the sum of |x_2i| |x_2i+1|, since two changes can cancel
+    in the first; and the sum of w x_i, where w is -15, -13, ... 15 in each 16 rows, which shows exchanged rows. The
+    third adds up where parts begin at multiples of 16 rows, and is 0 where rows are equal. With `ordered` there is a
+    fourth, the sum of (2i + 1) x_i, which shows any wrong order.
     """
     # Two words at a time are read, so the tensor is padded or moved to a multiple of them.
     flat = tensor.reshape(-1)
@@ -236,11 +244,17 @@ def digest(tensor, ordered=False):
     if flat.numel() % multiple or flat.storage_offset() % multiple:
         flat = torch.cat([flat, flat.new_zeros(-flat.numel() % multiple)])
 
+    # Rows of whole pairs of words; of vectors and others each pair is a row.
+    row = tensor.shape[-1] if tensor.ndim > 1 and tensor.shape[-1] % multiple == 0 else multiple
+    width = 2 * row // multiple  # words
+    period = PERIOD * width
+    chunk = max(CHUNK[flat.device.type] // period, 1) * period
     sums = []  # a list, as stacking them costs as much host time as the sums
-    chunk = CHUNK[flat.device.type]
     for i, words in enumerate(flat.view(torch.int64).split(chunk)):
         magnitudes = words.abs()  # a product of the words themselves may not see their highest bit, a sign
-        found = [words.sum(), (magnitudes[::2] * magnitudes[1::2]).sum()]
+        rows = words.view(-1, width).sum(1)
+        place = torch.arange(len(rows), device=rows.device) % PERIOD * 2 - (PERIOD - 1)
+        found = [rows.sum(), (magnitudes[::2] * magnitudes[1::2]).sum(), (place * rows).sum()]
         if ordered:
             odd = torch.arange(2 * chunk * i + 1, 2 * (chunk * i + len(words)), 2, device=words.device)
             found.append((words * odd).sum())
@@ -254,7 +268,7 @@ def in_words(name, weight):
 
 
 def stacked(digests):
-    """W digests as an array [W, 2 or 3], in one copy from the device."""
+    """W digests as an array [W, 3 or 4], in one copy from the device."""
     digests = list(digests)
     numbers = [number for sums in digests for number in sums]
     return torch.stack(numbers).view(len(digests), -1).cpu().numpy()
