@@ -5,18 +5,17 @@ the tokens are the same but where rounding turns one. It turns a token at most a
 far apart are the two distributions, in nats, that the same random numbers are drawn from.
 """
 
-import importlib.util
 import json
 import subprocess
 import sys
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 
 from oracle.algorithm import scheduled
-from oracle.answers import requests_of, turns_of
+from oracle.answers import requests_of
+from oracle.metrics import by
 
 GROUPS, ANSWERS, TOKENS = 4, 4, 64  # that are asked for again: groups of a step, answers of each, tokens of a turn
 ROUNDING = {"fp32": (1e-6, 1e-5), "fp16": (1e-4, 4e-3), "bf16": (1e-3, 0.03)}  # mean |Δ|: least, most
@@ -25,24 +24,26 @@ SECONDS = 600  # at most, of vLLM
 
 
 def ask(state):
-    """Start a vLLM that answers some requests again. Returns (its future, the requests), or nothing and a note why."""
-    why = obstacle(state)
-    if why:
-        return state.report.note("sampling", f"asked again: {why}")
-    versions = state.run.folder / "versions.json"
+    """Start a vLLM that answers some requests again. Returns (its future, the requests), or None and a note why."""
+    cfg = state.cfg
+    run = state.run
+    if state.trainer is None or state.tokenizer is None:
+        return state.report.note("sampling", "asked again: there is no model")
+    versions = run.folder / "versions.json"
     if torch.cuda.is_available() or (versions.exists() and json.loads(versions.read_text()).get("driver")):
         return state.report.remarks.append("vLLM is not asked again: on a GPU random numbers depend on the device")
-    cfg = state.cfg
-    saved = [step for step in state.run.steps[:-1] if state.run.has("hf", step)]
-    models = [{"folder": str(state.trainer.folder), "requests": asked_of(state, 0)}]
-    models += [{"folder": str(state.run.has("hf", n)), "requests": asked_of(state, n)} for n in saved[-1:]]
 
-    longest = max(len(r["ids"]) + r["settings"]["max_tokens"] for model in models for r in model["requests"])
+    # Of the first step, and of the one after the last export that has one after it.
+    saved = [step for step in run.steps[:-1] if run.has("hf", step)][-1:]
+    folders = {0: state.trainer.folder} | {step: run.has("hf", step) for step in saved}
+    models = [{"folder": str(folder), "requests": asked_of(state, step)} for step, folder in folders.items()]
+    requests = [request for model in models for request in model["requests"]]
+
     options = {
         "dtype": {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[cfg.model.dtype],
-        "max_model_len": longest + 1, "enforce_eager": True, "enable_prefix_caching": False,
-        "enable_chunked_prefill": False, "logprobs_mode": "processed_logprobs", "load_format": "safetensors",
-        "use_tqdm_on_load": False,
+        "max_model_len": max(len(r["ids"]) + r["settings"]["max_tokens"] for r in requests) + 1,
+        "enforce_eager": True, "enable_prefix_caching": False, "enable_chunked_prefill": False,
+        "logprobs_mode": "processed_logprobs", "load_format": "safetensors", "use_tqdm_on_load": False,
     }  # fmt: skip
     if cfg.model.fp32_head:
         options["hf_overrides"] = {"head_dtype": "float32"}
@@ -50,16 +51,7 @@ def ask(state):
     how = {"input": json.dumps(job), "capture_output": True, "text": True, "timeout": SECONDS}
     command = [sys.executable, "-m", "oracle.engine"]
     running = ThreadPoolExecutor(1).submit(subprocess.run, command, cwd=Path(__file__).parent.parent, **how)
-    return running, [request for model in models for request in model["requests"]]
-
-
-def obstacle(state):
-    """Why nothing can be asked again; empty if it can."""
-    if state.trainer is None or state.tokenizer is None:
-        return "there is no model"
-    if importlib.util.find_spec("vllm") is None:
-        return "there is no vLLM"
-    return ""
+    return running, requests
 
 
 def asked_of(state, step):
@@ -67,32 +59,33 @@ def asked_of(state, step):
     cfg = state.cfg
     limit = cfg.rollout.max_new_tokens
     training = cfg.rollout.model_copy(update={"temperature": scheduled(cfg, step + 1)["rollout.temperature"]})
-    found = some_of(state, state.run.rollouts(step + 1), training, limit, step + 1)
-    return found + some_of(state, state.run.rollouts(step, "eval"), cfg.eval, cfg.eval.max_new_tokens or limit, step)
-
-
-def some_of(state, rows, sampling, limit, step):
-    """The requests of ANSWERS answers of each of GROUPS groups, with the tokens and log-probs that the run has."""
-    sizes = Counter(row["group"] for row in rows)
-    groups = some(sorted(sizes), GROUPS)
-    numbers = Counter()
     found = []
-    for row in rows:
-        number = numbers[row["group"]]
-        numbers[row["group"]] += 1
-        if row["group"] not in groups or number not in some(range(sizes[row["group"]]), ANSWERS):
-            continue
-        for turn, settings in enumerate(requests_of(state, row, number, sampling, limit)):
-            ids = turns_of(row)[2 * turn]
-            settings |= {"max_tokens": min(settings["max_tokens"], TOKENS)}
-            settings["stop_token_ids"] = sorted(settings["stop_token_ids"])
-            start = sum(row["turns"][: 2 * turn])
-            found.append({
-                "ids": row["prompt_ids"] + row["response_ids"][:start], "settings": settings, "tokens": ids[:TOKENS],
-                "logps": row["rollout_logp"][start : start + len(ids)], "step": step,
-                "name": f"group {row['group']}, answer {number}, turn {turn}",
-            })  # fmt: skip
+    for number, row in some_of(state.run.rollouts(step + 1)):
+        found += again(row, number, requests_of(state, row, number, training, limit), step + 1)
+    for number, row in some_of(state.run.rollouts(step, "eval")):
+        found += again(row, number, requests_of(state, row, number, cfg.eval, cfg.eval.max_new_tokens or limit), step)
     return found
+
+
+def again(row, number, settings, step):
+    """The requests of an answer, the `number`-th of its group, with the tokens and log-probs that the run has."""
+    found = []
+    for turn, given in enumerate(settings):
+        start = sum(row["turns"][: 2 * turn])
+        stop = start + min(row["turns"][2 * turn], TOKENS)
+        given |= {"max_tokens": min(given["max_tokens"], TOKENS), "stop_token_ids": sorted(given["stop_token_ids"])}
+        found.append({
+            "ids": row["prompt_ids"] + row["response_ids"][:start], "settings": given, "step": step,
+            "tokens": row["response_ids"][start:stop], "logps": row["rollout_logp"][start:stop],
+            "name": f"group {row['group']}, answer {number}, turn {turn}",
+        })  # fmt: skip
+    return found
+
+
+def some_of(rows):
+    """(number in its group, answer) of ANSWERS answers of each of GROUPS groups."""
+    groups = by(rows, "group")
+    return [(n, groups[g][n]) for g in some(sorted(groups), GROUPS) for n in some(range(len(groups[g])), ANSWERS)]
 
 
 def some(values, count):
@@ -129,7 +122,7 @@ def difference(requests, answers, dtype):
     for request, (ids, logps) in zip(requests, answers, strict=True):
         theirs = request["tokens"]
         same = 0
-        while theirs[: same + 1] == ids[: same + 1] and same < len(theirs):
+        while same < len(theirs) and theirs[: same + 1] == ids[: same + 1]:
             same += 1
         gaps += [abs(one - other) for one, other in zip(request["logps"][:same], logps[:same], strict=True)]
         if theirs != ids:
