@@ -7,14 +7,12 @@ same family has the same code. A run in fp16 also has a twin in fp16, whose grad
 import json
 import math
 import os
-import random
 import re
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +29,7 @@ from oracle.run import Recorded, read_run
 DTYPES = {"bf16": ["fp32"], "fp16": ["fp32", "fp16"], "fp32": []}  # of a run → of its twins
 SECONDS = 600  # that a twin may take
 MOST_RANKS = 8
-STOPS = 1 / 8  # share of random tokens that end an answer, so that some answers are finished and others truncated
+STOP = "m"  # in every tenth token of large vocabularies, so that some answers are finished and others truncated
 UNEVEN = (  # fields of Megatron-core that say which stage has which of the run's layers
     "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage", "pipeline_model_parallel_layout",
     "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
@@ -109,11 +107,12 @@ def torchrun(config, ranks, printed):
 
 
 def last_error(text):
-    """What ended a run, in a line."""
-    errors = re.findall(r"^error: (.*)", text, re.MULTILINE)
-    errors = errors or re.findall(r"^(?:\[rank\d+\]: )?(\w+(?:Error|Exception)\b.*)", text, re.MULTILINE)
-    errors = [line for line in errors if "another rank is gone" not in line] or text.strip().splitlines()[-1:]
-    return errors[-1][:200] if errors else "it printed nothing"
+    """What ended a run, in a line: the script's own words, an exception, or what was printed last."""
+    own, exception = r"^error: (?!.*another rank is gone)(.*)", r"^(?:\[rank\d+\]: )?(\w+(?:Error|Exception)\b.*)"
+    for pattern in (own, exception, "(.+)"):
+        if found := re.findall(pattern, text, re.MULTILINE):
+            return found[-1][:200]
+    return "it printed nothing"
 
 
 # ---------------------------------------------------------------- the configuration
@@ -131,19 +130,15 @@ def write_twin(run, dtype, folder):
     """Write the model, the reward and config.yaml of a twin into a folder; returns the configuration, a tree."""
     cfg = run.cfg
     tree = cfg.model_dump()
-    tree["output_dir"] = str(folder / "out")
-    tree["resume"] = "none"
-    tree["log"] = {}
-    tree["profile"] = {}
+    tree |= {"output_dir": str(folder / "out"), "resume": "none", "log": {}, "profile": {}}
+    tree["megatron"] = {name: value for name, value in cfg.megatron.items() if name not in UNEVEN}
 
+    write_model(local_folder(cfg.model.path), cfg, folder / "model", seed=0)
     fp32_head = cfg.model.fp32_head and dtype != "fp32"
     tree["model"] |= {"path": str(folder / "model"), "dtype": dtype, "fp32_head": fp32_head}
-    write_model(local_folder(cfg.model.path), cfg, folder / "model", seed=0)
     if cfg.algo.teacher not in (None, "self"):
-        tree["algo"]["teacher"] = str(folder / "teacher")
         write_model(local_folder(cfg.algo.teacher), cfg, folder / "teacher", seed=1)
-    for name in UNEVEN:
-        tree["megatron"].pop(name, None)
+        tree["algo"]["teacher"] = str(folder / "teacher")
 
     # Few groups and short answers, some of which end.
     prompts = sorted(len(row["prompt_ids"]) for row in run.rollouts(run.steps[0]))
@@ -153,7 +148,7 @@ def write_twin(run, dtype, folder):
     tree["data"] |= {"eval": None, "max_prompt_tokens": longest}
     tree["rollout"] |= {
         "prompts_per_step": updates * math.ceil(4 / updates), "group_size": min(cfg.rollout.group_size, 4),
-        "max_new_tokens": answer, "stop": [*cfg.rollout.stop, stop_text(folder / "model")],
+        "max_new_tokens": answer, "stop": [*cfg.rollout.stop, STOP],
     }  # fmt: skip
     tree["algo"]["overlong_buffer"] = min(cfg.algo.overlong_buffer, answer)
     (folder / "reward.py").write_text(REWARD)
@@ -169,15 +164,6 @@ def write_twin(run, dtype, folder):
     }  # fmt: skip
     (folder / "config.yaml").write_text(yaml.safe_dump(tree))
     return tree
-
-
-def stop_text(folder):
-    """The character that is in a share of the tokens nearest to STOPS: a random model seldom samples an end token."""
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    ids = random.Random(0).sample(range(len(tokenizer)), min(len(tokenizer), 2000))
-    texts = tokenizer.batch_decode([[number] for number in ids], skip_special_tokens=True)
-    counts = Counter(letter for text in texts for letter in {*text} if letter.isascii() and letter.isprintable())
-    return min(sorted(counts), key=lambda letter: abs(counts[letter] / len(ids) - STOPS))
 
 
 # ---------------------------------------------------------------- the model
