@@ -117,7 +117,7 @@ def test_echo_by_hand_and_by_plain_transformers(world, fork, tmp_path):
     plain, weights, loss = Model(tmp_path / "model"), read_weights(tmp_path / "model", "fp32", tied=True), 0.0
     plain_norm = weights["model.norm.weight"].requires_grad_()
     for (ids, answer, _), replies in zip(talks, ([1, 2], [1], []), strict=True):
-        ((logp, _),) = plain.answers_logp(weights, [ids], [answer], 1.0)
+        ((logp, *_),) = plain.answers_logp(weights, [ids], [answer], 1.0)
         loss -= 0.05 / 3 * logp[replies].sum() / max(len(replies), 1)
     loss.backward()
     assert now["loss"] / now["denominator"] == pytest.approx(loss.item(), rel=1e-5)
