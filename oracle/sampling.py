@@ -27,6 +27,7 @@ KEPT = 0.05  # of a stake that is not risked, where one token could lose it all
 RARE = math.log(0.01)  # log-prob of answers that bets on copies are about
 PLACES = 256  # tokens of an answer, from its first, that are compared with those of another
 CHUNK = 2**20  # log-probs that are looked at together
+NONE = torch.zeros(0)  # of an answer that is not there
 
 
 @torch.no_grad()
@@ -53,21 +54,20 @@ class Bets:
 
     def __init__(self):
         self.stakes = torch.zeros(len(ALTERNATIVES), dtype=torch.float64)  # their logarithms
-        self.tokens = 0
         self.before = {}  # (group, number of the answer in it) → places of its tokens, in the step before
         self.generator = torch.Generator().manual_seed(0)
 
     def add(self, answers, ends):
         """Bet on the tokens of a step's answers (trainer.Scored, in the order of their groups)."""
         places = {}
-        earlier = {}  # group → its answers so far: token ids, log-prob
+        rare = {}  # group → token ids of its rare answers so far
         before = None  # the group before this one
         for a in answers:
             group = a.row["group"]
-            if group not in earlier:
-                before = next(reversed(earlier), None)
-                earlier[group] = []
-            number = len(earlier[group])
+            if group not in rare:
+                before = next(reversed(rare), None)
+                rare[group] = []
+                number = 0
 
             # Where the tokens are among all: uniform from -1 to 1, with a random part of their own probability.
             own = a.before.double()
@@ -75,18 +75,22 @@ class Bets:
             lower, likelier, p_end, *sums = a.seen.double()
             part = own.exp() * torch.rand(len(own), generator=self.generator)
             place = (2 * (lower + part) - 1).clamp(-1, 1)
-            others = [places.get((group, number - 1)), places.get((before, number)), self.before.get((group, number))]
+            others = [
+                places.get((group, number - 1), NONE), places.get((before, number), NONE),
+                self.before.get((group, number), NONE),
+            ]  # fmt: skip
             places[group, number] = place[:PLACES]
+            number += 1
 
             odds = [own / factor - total - own for factor, total in zip(TEMPERATURES, sums, strict=True)]
             odds += [torch.where(likelier + part < mass, 0.8 / mass + 0.2, 0.2).log() for mass in MASSES]
             odds += [(1 + lean * place).log() for lean in LEANS]
             odds += [first_odds(a, p_end, ends, first) for first in FIRST]
             odds += [neighbour_odds(place, other) for other in others]
-            odds.append(copy_odds(a, earlier[group]))
+            odds.append(copy_odds(a.row["response_ids"], own.sum(), rare[group]))
             self.stakes += torch.stack([each.sum() for each in odds])
-            self.tokens += len(own)
-            earlier[group].append((a.row["response_ids"], own.sum().item()))
+            if own.sum() < RARE:
+                rare[group].append(a.row["response_ids"])
         self.before = places
 
     def won(self):
@@ -107,17 +111,13 @@ def first_odds(a, p_end, ends, first):
 
 def neighbour_odds(place, other):
     """The log-odds of the places of an answer's tokens if they are near those of another answer."""
-    if other is None:
-        return torch.zeros(1)
     size = min(len(place), len(other))
     return (1 + 0.5 * place[:size] * other[:size]).log()
 
 
-def copy_odds(a, earlier):
-    """The log-odds of an answer if one in ten is one of the rare answers before it in its group."""
-    rare = [ids for ids, logp in earlier if logp < RARE]
+def copy_odds(ids, logp, rare):
+    """The log-odds of an answer of this log-prob if one in ten is one of the rare answers before it in its group."""
     if not rare:
-        return torch.zeros(1)
-    own = a.before.double().sum()
-    copied = torch.tensor(0.1 * rare.count(a.row["response_ids"]) / len(rare)).log() - own
+        return NONE
+    copied = torch.tensor(0.1 * rare.count(ids) / len(rare)).log() - logp
     return copied.logaddexp(torch.tensor(math.log(0.9)))
