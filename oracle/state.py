@@ -63,6 +63,8 @@ class State:
         # What is known of the run's weights.
         self.has_moments = not report.unknown  # whether the optimizer's state is the run's
         self.unknown = ""  # why our weights are not the run's
+        self.scale = None  # of the loss in the update before, in fp16, and whether that overflowed
+        self.rounding = 0.0  # how far it moved a log-prob before the first update, in half precision
         self.nuclei = None  # of the step's answers, as nuclei.find returns them
         if self.trainer is None:
             self.lose("there is no model", ("log-probs", *OF_UPDATE))

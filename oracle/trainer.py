@@ -34,6 +34,7 @@ class Scored:
     advantages: Tensor = None  # its own, at each token
     token_advantages: Tensor = None  # what the loss is given
     shadow: "Scored | None" = None  # the same by the trainer's shadow
+    shift: float = 0.0  # of a shadow: tokens as near to a bound of the loss, in nats, are on its other side
     seen: Tensor = None  # before the first update, [values, tokens]: what oracle/sampling.py looks for
 
 
@@ -265,7 +266,14 @@ def known_loss(algo):
 
     def loss(a, weight, logp, entropy):
         ref = logp.detach() if a.ref is None else a.ref
-        values = formulas.answer_loss(logp, a.old, ref, a.rollout, a.token_advantages, weight, entropy, algo)
+
+        def values_at(old):
+            return formulas.answer_loss(logp, old, ref, a.rollout, a.token_advantages, weight, entropy, algo)
+
+        values = whole = values_at(a.old)
+        for shift in (a.shift, -a.shift) if a.shift else ():
+            others = values_at(a.old + shift)
+            values = torch.where((others[2:] != whole[2:]).any(0), others, values)
         total, policy, clipped, outside = values.double().sum(1)
         return total, {"policy": policy, "clipped": clipped, "outside": outside}
 

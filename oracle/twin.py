@@ -34,6 +34,7 @@ UNEVEN = (  # fields of Megatron-core that say which stage has which of the run'
     "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage", "pipeline_model_parallel_layout",
     "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
 )  # fmt: skip
+OF_FP16 = ("hysteresis", "initial_loss_scale", "loss_scale", "loss_scale_window", "min_loss_scale")
 # The run's own rewards are graded anew as they are. To a random model they would give 0, and no gradient.
 REWARD = """
 import zlib
@@ -131,7 +132,8 @@ def write_twin(run, dtype, folder):
     cfg = run.cfg
     tree = cfg.model_dump()
     tree |= {"output_dir": str(folder / "out"), "resume": "none", "log": {}, "profile": {}}
-    tree["megatron"] = {name: value for name, value in cfg.megatron.items() if name not in UNEVEN}
+    left_out = (*UNEVEN, *(() if dtype == "fp16" else OF_FP16))
+    tree["megatron"] = {name: value for name, value in cfg.megatron.items() if name not in left_out}
 
     write_model(local_folder(cfg.model.path), cfg, folder / "model", seed=0)
     fp32_head = cfg.model.fp32_head and dtype != "fp32"
@@ -142,7 +144,7 @@ def write_twin(run, dtype, folder):
 
     # Few groups and short answers, some of which end.
     prompts = sorted(len(row["prompt_ids"]) for row in run.rollouts(run.steps[0]))
-    longest = prompts[len(prompts) // 2]
+    longest = cfg.data.max_prompt_tokens if cfg.data.hint_key else prompts[len(prompts) // 2]
     answer = min(cfg.rollout.max_new_tokens, 64 if cfg.rollout.turns else 16)
     updates = cfg.train.updates_per_step
     tree["data"] |= {"eval": None, "max_prompt_tokens": longest}

@@ -162,6 +162,7 @@ def measure_log_probs(state, answers):
         return torch.cat([(one - other).double().abs() for one, other in pairs if one is not None] or [torch.zeros(1)])
 
     gap = apart(lambda a: a.before)
+    state.rounding = state.rounding or gap.max().item()
     measure("token: rollout_logp", 2 * gap.max())  # of two engines
     measure("logp_gap/max", 2 * gap.max())
     measure("logp_gap/mean", gap.mean())
@@ -302,6 +303,10 @@ def judge_outcome(state, taken, weights, line, sums):
     Returns the sums to go on with, or None where our gradient is not the run's.
     """
     report = state.report
+    if state.rounding and abs(line.get("clipped", 0.0) * sums["tokens"] - sums["clipped"]) > 0.5:
+        for a in taken:  # rounding turned the clip of a token: the shadow shows how far that may move what follows
+            a.shadow.shift = state.rounding
+        sums = gradient(state, taken, weights, line, state.own)
     problems = misfits(state, line, sums)
     of_loss = {"loss", "policy", "grad_norm"}
     if of_loss & problems.keys() and "loss" not in state.own:
@@ -323,6 +328,8 @@ def judge_outcome(state, taken, weights, line, sums):
     elif is_lost and {"loss", "policy"} & problems.keys():
         shown -= {"grad_norm", "clipped"}
 
+    if "loss_scale" in line:
+        judge_scale(state, line)
     ours = losses_of(sums)
     for name in OUTCOMES:
         if name in shown and name in line and name in ours and not is_overflow(state, line, name):
@@ -342,6 +349,22 @@ def misfits(state, line, sums):
             text = state.report.compare(metric, line[name], value).parts
             found |= {name: f"{metric}: {text}"} if text else {}
     return found
+
+
+def judge_scale(state, line):
+    """Whether the loss scale of fp16 is that of the update before, half of it after an overflow, or twice."""
+    scale, options = line["loss_scale"], state.cfg.megatron
+    if state.scale and scale:
+        before, overflowed = state.scale
+        legal = {before, 2 * before}
+        if overflowed and "loss_scale" not in options:  # which is a constant one
+            half = max(before / 2, options.get("min_loss_scale", 1.0))
+            legal = {half, before} if "hysteresis" in options else {half}
+        problem = f"update {line['update']} has the loss scale {scale:g} after {before:g}{', an overflow' * overflowed}"
+        state.report.say("gradient", problem if scale not in legal else "")
+    state.scale = scale, is_overflow(state, line, "grad_norm")
+    if state.scale[1]:
+        state.report.say("gradient")
 
 
 def is_overflow(state, line, name):
