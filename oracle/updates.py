@@ -207,6 +207,7 @@ def judge_log_probs(state, answers, updates, sampled):
             report.check("log-probs", f"equal bits: {name}", metrics[name], 0.0)
         else:
             report.check("log-probs", name, metrics[name], value)
+            report.say("log-probs", f"{name} is exactly 0, without equal bits" if metrics[name] == 0 else "", 0)
     if state.nuclei:
         problem, theirs, ours = state.nuclei
         report.say("sampling", problem)
