@@ -1,6 +1,5 @@
 """The oracle's own cut of a sampler's distribution, and its own replay of routes."""
 
-import math
 from types import SimpleNamespace
 
 import pytest
@@ -11,8 +10,8 @@ from oracle import models, nuclei
 
 LOGITS = torch.tensor([[0.4, 0.1, 0.3, 0.2]]).log()
 CUTS = {  # (top_p, top_k) → the ids that are left
-    (1.0, 1): {0}, (1.0, 3): {0, 2, 3}, (0.3, -1): {0}, (0.4001, -1): {0, 2}, (0.71, -1): {0, 2, 3},
-    (0.95, -1): {0, 1, 2, 3}, (0.75, 3): {0, 2}, (0.8, 9): {0, 2, 3},
+    (1.0, 3): {0, 2, 3}, (0.3, -1): {0}, (0.4001, -1): {0, 2}, (0.95, -1): {0, 1, 2, 3}, (0.75, 3): {0, 2},
+    (0.8, 9): {0, 2, 3},
 }  # fmt: skip
 
 
@@ -56,11 +55,10 @@ def test_recorded_nuclei_belong_to_the_sampled_tokens():
     assert nuclei.nuclei_of({"response_ids": [5]}, [0]) is None
 
 
-def test_log_prob_and_entropy_are_over_the_nucleus():
+def test_log_probs_are_over_the_nucleus():
     logp = nuclei.cut(LOGITS.expand(2, -1), [[0, 2], nuclei.WHOLE]).log_softmax(-1)
-    assert logp[0, 2].exp().item() == pytest.approx(3 / 7) and torch.allclose(logp[1], LOGITS[0])
-    entropy = -(logp.exp() * logp).sum(-1)
-    assert entropy[0].item() == pytest.approx(-(4 / 7 * math.log(4 / 7) + 3 / 7 * math.log(3 / 7)))
+    assert logp[0].exp().tolist() == pytest.approx([4 / 7, 0, 3 / 7, 0]) and torch.allclose(logp[1], LOGITS[0])
+    assert (logp.exp() * logp).isfinite().all(), "so its entropy is a number"
 
 
 GROUP = {"group": 3, "response_ids": [0, 2]}

@@ -73,15 +73,22 @@ def test_what_a_twin_says():
     report = report_in("fp32")
     for item in ITEMS:
         report.say(item)
-    one = twin.Twin("twin in fp32", report)
-    assert one.verdict() == (0, f"agrees: {len(ITEMS)}")
-    report.check("gradient", "grad_norm", 1.3, 1.0)
-    assert (one.verdict()[0], one.verdict(["gradient"])) == (1, (0, f"yours: gradient; agrees: {len(ITEMS) - 1}"))
-    assert twin.Twin("", fault="step 1: they disagree").verdict() == (
-        1,
-        "PARTS: its run ended in step 1: they disagree",
-    )
+    assert twin.Twin("", report).verdict() == (0, f"agrees: {len(ITEMS)}")
     assert twin.Twin("", missing="no vLLM").verdict() == (3, "not judged: no vLLM")
+    assert twin.Twin("", fault="step 1: x").verdict() == (1, "PARTS: its run ended in step 1: x")
+
+
+PRINTED = {  # by a run and torchrun → what ended it
+    "warning: a\nerror: another rank is gone\nerror: step 2: b\n[rank1]: OSError: c\n": "step 2: b",
+    "Traceback\n[rank0]: ValueError: c\nFAILED\n": "ValueError: c",
+    "Killed\n": "Killed",
+    "": "it printed nothing",
+}
+
+
+@pytest.mark.parametrize("text", PRINTED)
+def test_the_last_error_of_a_twin(text):
+    assert twin.last_error(text) == PRINTED[text]
 
 
 # ---------------------------------------------------------------- rounding

@@ -49,23 +49,32 @@ def test_what_the_run_does_not_have_is_no_gap():
     assert report.verdict()[0] == 0 and "not in this run: reference, teacher, weights," in report.table()
 
 
-def test_an_item_that_parts_shows_each_of_its_quantities_once():
+@pytest.fixture
+def parting():
+    """A report whose loss parts in two quantities, and its order in one, in steps 2 and 3."""
     report = report_of(*RECORDED)
-    for step in (2, 3):
-        report.step = step
+    for report.step in (2, 3):
         report.check("loss", "loss/total", 1.0, 2.0)
         report.check("loss", "loss/policy", 1.0, 2.0)
-        report.say("order", f"group {step} has the prompt '{step}=', not number 1")
-    assert [*report.items["loss"].problems.values()] == [
-        f"from step 2 on: loss/{name}: the run has 1, the oracle 2" for name in ("total", "policy")
-    ]
-    assert len(report.items["order"].problems) == 1
-    agree = len(RECORDED) - 2
+        report.say("order", f"group {report.step} has the prompt '{report.step}=', not number 1")
+    return report
+
+
+def test_an_item_that_parts_shows_each_of_its_quantities_once(parting):
+    problems = {name: [*item.problems.values()] for name, item in parting.items.items() if item.problems}
+    assert problems == {
+        "order": ["from step 2 on: group 2 has the prompt '2=', not number 1"],
+        "loss": [f"from step 2 on: loss/{name}: the run has 1, the oracle 2" for name in ("total", "policy")],
+    }
+
+
+def test_the_verdict_names_the_first_problem_that_is_not_yours(parting):
+    agree = f"agrees: {len(RECORDED) - 2}"
     first = "the first in step 2, loss: loss/total: the run has 1, the oracle 2"
-    assert report.verdict() == (1, f"PARTS: order, loss, {first}; agrees: {agree}")
-    assert report.verdict(["loss", "order"]) == (0, f"yours: order, loss; agrees: {agree}")
+    assert parting.verdict() == (1, f"PARTS: order, loss, {first}; {agree}")
     first = "the first in step 2, order: group 2 has the prompt '2=', not number 1"
-    assert report.verdict(["loss"]) == (1, f"PARTS: order, {first}; yours: loss; agrees: {agree}")
+    assert parting.verdict(["loss"]) == (1, f"PARTS: order, {first}; yours: loss; {agree}")
+    assert parting.verdict(["loss", "order"]) == (0, f"yours: order, loss; {agree}")
 
 
 def test_options_of_the_libraries_are_named_where_the_model_parts():
