@@ -49,11 +49,11 @@ def judge_adapter(state, adapter, folder):
     factors = factors_of(trainer, adapter)
     wanted = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": lora.rank, "lora_alpha": lora.alpha,
-        "target_modules": {name.split(".")[-3] for name in factors}, "bias": "none", "inference_mode": True,
+        "target_modules": sorted({name.split(".")[-3] for name in factors}), "bias": "none", "inference_mode": True,
         "base_model_name_or_path": Path(trainer.folder).name,
     }  # fmt: skip
     written = json.loads((adapter / "adapter_config.json").read_text())
-    written["target_modules"] = {*written["target_modules"]}
+    written["target_modules"] = sorted(written["target_modules"])
     written["base_model_name_or_path"] = Path(written["base_model_name_or_path"]).name  # its place may be another
 
     # An option of PEFT that is null, zero or false changes nothing.

@@ -171,9 +171,8 @@ class Report:
         unjudged = self.unjudged()
 
         for label, item in self.items.items():
-            texts = []
-            for problem in [*item.problems.values()][:SHOWN]:
-                texts.append(f"{'yours' if label in mine else 'PARTS'} {problem}")
+            whose = "yours" if label in mine else "PARTS"
+            texts = [f"{whose} {problem}" for problem in [*item.problems.values()][:SHOWN]]
             if item.count and not item.parts:
                 texts.append(f"agrees {item.largest.largest} ({item.count} values)")
             for why in item.notes if item.parts else unjudged.get(label, ()):
