@@ -5,6 +5,11 @@ import torch.nn.functional as F
 import vllm._custom_ops as ops
 
 from grpo.run.preflight import linear_attention
+from tests.museum import Exhibit
+
+# Its kernels compute in bf16 alone. What replaces them computes in every dtype.
+ALL_DTYPES = Exhibit("", "", "vllm.model_executor.layers.mamba.ops.cpu.gdn_attention:cpu_gdn_attention_core",
+    "mixed_qkv.dtype == torch.bfloat16", "True")  # fmt: skip
 
 
 def emulate():
@@ -12,6 +17,7 @@ def emulate():
     if torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported():
         return
     linear_attention.check_cpu = lambda cfg: None
+    ALL_DTYPES.apply()
     ops.fused_gdn_gating_cpu = gates
     ops.chunk_gated_delta_rule_cpu = prefill
     ops.fused_sigmoid_gating_delta_rule_update_cpu = decode
