@@ -266,7 +266,9 @@ def judge_evaluation(state, rows):
     judge_rewards(state, rows, prompts, buffer=0)
     judge_evaluated(state, rows)
 
-    if options.temperature and not state.unknown:
+    if state.doubt:
+        report.note("log-probs", f"of an evaluation after an update with another {state.doubt}")
+    elif options.temperature and not state.unknown:
         answers = [scored(row, state.cfg) for row in rows]
         find(state, answers, options, options.temperature)
         state.trainer.score(answers, "before", options.temperature)

@@ -14,7 +14,7 @@ def follow_reference(state, answers, first):
     """
     cfg = state.cfg
     trainer = state.trainer
-    if not (cfg.algo.moving_reference and first):
+    if state.doubt or not (cfg.algo.moving_reference and first):
         return
     temperature = cfg.rollout.temperature
     trainer.score(answers, "before", temperature)

@@ -3,6 +3,8 @@
 Rows are answers as rollouts/ has them, lines what it has of updates; `state` is what repeats the run.
 """
 
+from collections import Counter
+
 from oracle import again, algorithm, updates
 from oracle.answers import judge_answers, judge_evaluation, judge_groups, judge_odds, judge_order, judge_rewards
 from oracle.exports import judge_checkpoint, judge_exports
@@ -94,48 +96,46 @@ def repeat_updates(state, rows, groups):
     updates.judge_advantages(state, answers, trained, whole)
 
     if state.unknown:
+        state.has_moments = False
         return state.report.note("sampling", f"against no probabilities: {state.unknown}")
 
     clipped = tokens = 0
     for number, line in enumerate(lines):
-        if state.unknown:
+        if state.unknown and not state.has_moments:
             return None
         if number and "values" in line:
             updates.judge_values(state, line)
         sums = repeat_update(state, answers, chosen, weights[number], line, len(rows))
-        if sums:
-            clipped += sums["clipped"]
-            tokens += sums["tokens"]
+        clipped += sums["clipped"]
+        tokens += sums["tokens"]
     if lines and not state.unknown:
         state.report.check("loss", "ratio/clip_frac", state.metrics["ratio/clip_frac"], clipped / tokens)
 
 
 def repeat_update(state, answers, chosen, weights, line, sampled):
-    """One update of a step, of which the first `sampled` answers are. Returns the sums of what it reports, or None and
-    state.unknown says why.
+    """One update of a step, of which the first `sampled` answers are. Returns the sums of what it reports; with none of
+    them, or with updates that are not ours, state.unknown says why.
     """
     number = line["update"] - 1
     taken = [answers[n] for n in chosen[number]]
     updates.judge_token_advantages(state, answers, chosen[number], line)
     sums = updates.gradient(state, taken, weights, line, state.own)
     if sums is None:
-        return state.lose("the loss cannot be computed", OF_UPDATE)
+        state.lose("the loss cannot be computed", OF_UPDATE)
+        return Counter()
     if number == 0:
         updates.measure_log_probs(state, answers)
-        if not updates.judge_log_probs(state, answers, chosen, sampled):
-            return None
-        judge_odds(state, answers[:sampled])
+        if updates.judge_log_probs(state, answers, chosen, sampled):
+            judge_odds(state, answers[:sampled])
 
-    if "grad_norm" in line:
-        if state.lines is not None:
-            updates.judge_applied(state, line)
+    if "grad_norm" in line and not state.unknown:
         sums = updates.judge_outcome(state, taken, weights, line, sums)
-        if sums is None:
-            return state.lose("the gradient of an update is not ours", OF_UPDATE)
     if state.metrics["update/applied"] and not line["applied"] and state.lines is None:
-        return state.lose("some updates of a step were skipped, it is not recorded which", ("weights",))
-    if not state.has_moments:
-        return state.lose("the moments of AdamW are not known", ("weights",))
-    if line["applied"]:
-        state.trainer.step(sums["grad_norm"], state.cfg.train.lr)
+        state.lose("some updates of a step were skipped, it is not recorded which", ("weights",))
+    elif not state.has_moments:
+        state.lose("the moments of AdamW are not known", ("weights",))
+    elif line["applied"]:
+        is_ours = not (state.unknown or state.doubt)
+        norm = sums["grad_norm"] if is_ours else line.get("grad_norm") or sums["grad_norm"]
+        state.trainer.step(norm, state.cfg.train.lr)
     return sums

@@ -17,7 +17,7 @@ from oracle.trainer import Trainer
 
 # Options of vLLM with which it computes other log-probs than the trainer.
 ROUNDS_OTHERWISE = ("quantization", "kv_cache_dtype", "mamba_cache_dtype", "mamba_ssm_cache_dtype")
-OF_UPDATE = ("reference", "teacher", "token-weights", "loss", "entropy", "gradient", "updates", "weights", "adapters")
+OF_UPDATE = ("reference", "teacher", "loss", "entropy", "gradient", "weights", "adapters")
 NAMES = (  # item, key of algo, its names that have a formula
     ("token-weights", "loss_norm", formulas.NORMS), ("loss", "loss", formulas.LOSSES), ("loss", "kl", formulas.KLS),
     ("loss", "correction", formulas.BOUNDS),
@@ -61,8 +61,10 @@ class State:
         self.late = f"{late[0]} is newer than the answers of step 1" if late else ""
 
         # What is known of the run's weights.
-        self.has_moments = not report.unknown  # whether the optimizer's state is the run's
+        self.has_moments = not report.unknown  # whether our optimizer made all updates
         self.unknown = ""  # why our weights are not the run's
+        self.doubt = ""  # the item by which an update since the last export was not ours
+        self.theirs = set()  # tensors that move otherwise than ours; each export gives their values
         self.scale = None  # of the loss in the update before, in fp16, and whether that overflowed
         self.rounding = 0.0  # how far it moved a log-prob before the first update, in half precision
         self.nuclei = None  # of the step's answers, as nuclei.find returns them
@@ -88,8 +90,9 @@ class State:
         """{token ids: prompt} of the data, for groups that have another prompt than ours."""
         return {tuple(prompt.ids): prompt for prompt in itertools.chain(*self.sets)}
 
-    def lose(self, why, items):
-        """From here on our weights are not the run's, until it exports its own."""
+    def lose(self, why, items, goes_on=False):
+        """From here on our weights are not the run's, until it exports its own. Ours still moves on if it `goes_on`."""
         self.unknown = why
+        self.has_moments = self.has_moments and goes_on
         for item in items:
             self.report.note(item, why)

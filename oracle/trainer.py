@@ -114,6 +114,14 @@ class Trainer:
         eps = self.cfg.megatron.get("adam_eps", 1e-8)
         self.optimizer = torch.optim.AdamW(self.main.values(), betas=betas, eps=eps, weight_decay=t.weight_decay)
 
+    @torch.no_grad()
+    def take(self, weights):
+        """Go on with other values of some tensors; the optimizer keeps its moments."""
+        for name, weight in weights.items():
+            self.main[name].copy_(weight)
+        if self.shadow:
+            self.shadow.take(weights)
+
     def current(self, leaves=None):
         """The weights that the model computes with, as a function of `leaves` or, without these, of `main`."""
         values = leaves or {name: rounded(weight, self.dtype) for name, weight in self.main.items()}

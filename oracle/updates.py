@@ -87,6 +87,9 @@ def judge_chosen(state, answers, line, planned):
             return planned, []
         return planned, known_weights([answers[n] for n in planned], cfg)
 
+    judge_applied(state, line)
+    if "loss_scale" in line:
+        judge_scale(state, line)
     update = f"update {line['update']}"
     chosen = [n for n, weight in enumerate(line["weights"]) if weight is not None]
     problem = ""
@@ -193,9 +196,12 @@ def judge_log_probs(state, answers, updates, sampled):
     other = [f"rollout.vllm.{name}" for name in cfg.rollout.vllm if name in ROUNDS_OTHERWISE]
     is_apart = other or report.compare("token: rollout_logp", theirs, ours).parts
     problems = [text for name in gaps if (text := report.compare(name, metrics[name], gaps[name]).parts)]
+    if state.doubt and (is_apart or problems):
+        state.lose(f"after an update with another {state.doubt}", ("log-probs", *OF_UPDATE), goes_on=True)
+        return False
     if state.updates and is_apart and problems:
         report.say("weights", f"log-probs are not those of our weights after the step before: {problems[0]}")
-        state.lose("the weights are not ours", ("log-probs", *OF_UPDATE))
+        state.lose("the weights are not ours", ("log-probs", *OF_UPDATE), goes_on=True)
         return False
 
     if other:
@@ -235,8 +241,8 @@ def judge_advantages(state, answers, trained, whole):
     found = None
     if algo.advantage not in algorithm.ADVANTAGES:
         report.note("advantages", f"no formula for algo.advantage={algo.advantage}")
-    elif in_reward and (state.unknown or algo.kl not in formulas.KLS):
-        report.note("advantages", f"they hold the KL, {state.unknown or 'which is yours'}")
+    elif in_reward and (state.unknown or state.doubt or algo.kl not in formulas.KLS):
+        report.note("advantages", f"they hold the KL, {state.unknown or state.doubt or 'which is yours'}")
     else:
         for among in (trained, whole):
             values = algorithm.advantages_of([answers[n] for n in among], algo, in_reward)
@@ -301,7 +307,7 @@ def measured(state, sums):
 def judge_outcome(state, taken, weights, line, sums):
     """What an update reports, with our `sums`. Where it parts by the loss, the checkout's takes the formula's place.
 
-    Returns the sums to go on with, or None where our gradient is not the run's.
+    Returns the sums to go on with. Where our gradient is not the run's, state.doubt has the item.
     """
     report = state.report
     if state.rounding and abs(line.get("clipped", 0.0) * sums["tokens"] - sums["clipped"]) > 0.5:
@@ -320,17 +326,25 @@ def judge_outcome(state, taken, weights, line, sums):
         else:
             sums = gradient(state, taken, weights, line, state.own)
 
-    # A number alone may part, or the gradient. It is the weights where the policy was another before the update.
-    is_lost = "grad_norm" in problems and line["applied"]  # else no gradient reached the weights
+    # A number alone may part, or the gradient; then the weights after the update may. It is the weights before it where
+    # the policy was another there.
+    is_moved = "grad_norm" in problems and line["applied"]  # else no gradient reached the weights
     shown = {*OUTCOMES}
-    if is_lost and {"entropy", "k3"} & problems.keys() and (state.updates or line["update"] > 1):
+    of_policy = problems.keys() - {"grad_norm", "clipped"}
+    if of_policy and (state.doubt or (report.items["weights"].parts and line["update"] > 1)):
+        why = f"after an update with another {state.doubt}" if state.doubt else "the weights are not ours"
+        state.lose(why, OF_UPDATE, goes_on=True)
+        return sums
+    if is_moved and {"entropy", "k3"} & problems.keys() and (state.updates or line["update"] > 1):
         report.say("weights", f"not ours before update {line['update']}: {next(iter(problems.values()))}")
-        shown = set()
-    elif is_lost and {"loss", "policy"} & problems.keys():
+        state.lose("the weights are not ours", OF_UPDATE, goes_on=True)
+        return sums
+    if is_moved and {"loss", "policy"} & problems.keys():
+        state.doubt = "loss"
         shown -= {"grad_norm", "clipped"}
+    elif is_moved:
+        state.doubt = "gradient"
 
-    if "loss_scale" in line:
-        judge_scale(state, line)
     ours = losses_of(sums)
     for name in OUTCOMES:
         if name in shown and name in line and name in ours and not is_overflow(state, line, name):
@@ -338,7 +352,7 @@ def judge_outcome(state, taken, weights, line, sums):
             report.check(item, metric, line[name], ours[name])
             if line["update"] == 1 and name != "clipped":
                 report.check(item, metric, state.metrics[metric], math.nan if line[name] is None else line[name])
-    return None if is_lost else sums
+    return sums
 
 
 def misfits(state, line, sums):

@@ -8,6 +8,7 @@ import sys
 
 import check
 import pytest
+import torch
 import yaml
 
 from grpo.parts.data.mixing import draw_sets
@@ -17,6 +18,7 @@ from oracle.algorithm import order_of
 from oracle.repeat import repeat
 from oracle.report import ITEMS
 from oracle.run import read_run
+from oracle.trainer import Trainer
 from tests.conftest import REPO, read_rows, wrap, write_rows
 
 
@@ -99,6 +101,34 @@ def test_an_edited_formula_is_named_and_the_rest_agrees(shared, monkeypatch):
     report = repeat(read_run(shared.out))
     assert report.parted() == ["advantages"], report.table()
     assert report.items["weights"].count == 12, "the exports of all steps are judged, and the way of the updates"
+
+
+EDITS = {  # an item → what the oracle does to a tensor: to its gradient, and to its way in an update
+    "gradient": ("model.embed_tokens.weight", 0.1, 1.0),
+    "weights": ("model.norm.weight", 1.0, 0.1),
+}
+
+
+@pytest.mark.parametrize("item", EDITS)
+def test_an_edited_optimizer_is_named_and_nothing_else(shared, monkeypatch, item):
+    """A tensor of the oracle has a tenth of its gradient, or of the learning rate, so that the code seems edited."""
+    name, of_gradient, of_way = EDITS[item]
+    gradient, step = Trainer.gradient, Trainer.step
+
+    def edited_gradient(trainer, *given):
+        sums = gradient(trainer, *given)
+        trainer.main[name].grad *= of_gradient
+        return sums | {"grad_norm": torch.nn.utils.get_total_norm([w.grad for w in trainer.main.values()]).item()}
+
+    def edited_step(trainer, *given):
+        before = trainer.main[name].clone()
+        step(trainer, *given)
+        trainer.take({name: before + (trainer.main[name] - before) * of_way})
+
+    monkeypatch.setattr(Trainer, "gradient", edited_gradient)
+    monkeypatch.setattr(Trainer, "step", edited_step)
+    report = repeat(read_run(shared.out))
+    assert report.parted() == [item], report.table()
 
 
 RECORDS = {  # the items that part → how the lines of the updates of step 1 are changed

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -146,11 +147,33 @@ PLANTED = {  # updates of a run → what parts
 }
 
 
+def judge(state, made):
+    """Judge an export that these updates made."""
+    ways = weights_in_bf16(updates()), weights_in_bf16([]), weights_in_bf16(updates()[:-1])
+    judge_weights(state, "weights", weights_in_bf16(made), None, *ways)
+
+
 @pytest.mark.parametrize("bug", PLANTED)
 def test_weights_are_projected_on_the_way_that_ours_went(bug):
     made, message = PLANTED[bug]
     report = report_in("bf16")
-    ours, first, previous = weights_in_bf16(updates()), weights_in_bf16([]), weights_in_bf16(updates()[:-1])
-    judge_weights(report, "weights", weights_in_bf16(made), None, ours, first, previous)
+    judge(SimpleNamespace(report=report, doubt="", theirs=set()), made)
     problems = "; ".join(report.items["weights"].problems.values())
     assert message in problems if message else not problems, problems
+
+
+@pytest.mark.parametrize("doubt", ["", "gradient"])
+def test_the_tensors_that_move_as_ours_are_still_judged(doubt):
+    """One is frozen, by the gradient if that was not ours; the other has a higher rate later, by the optimizer."""
+    report = report_in("bf16")
+    state = SimpleNamespace(report=report, doubt=doubt, theirs=set())
+    judge(state, updates(other=0.0))
+    judge(state, updates(other=0.0))
+    assert state.theirs == {"other"} and report.parted() == [doubt or "weights"], report.table()
+    assert len(report.items[doubt or "weights"].problems) == 1 and report.items["weights"].count == 8
+
+    state.doubt = ""
+    judge(state, updates(1.3, other=0.0))
+    assert "slope: weights on ours" in report.table() and state.theirs == {"one", "other"}
+    judge(state, updates())
+    assert "no tensor moves as ours does" in report.items["weights"].notes
