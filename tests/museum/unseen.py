@@ -40,7 +40,7 @@ UNSEEN = [
         "weight_decay=train.weight_decay, decoupled_weight_decay=False,", setting="bf16, decay"),
     Exhibit("last_update_lost", "the last update of each step is lost", "train_grpo:train_step",
         "for number, chosen in enumerate(updates):", "for number, chosen in enumerate(updates[:-1] or updates):",
-        setting="bf16, two updates"),
+        setting="bf16, two updates", message="step 1, updates"),
     Exhibit("a_finite_update_skipped", "an update is skipped though its gradient is finite",
         "grpo.run.guard:Guard.may_step", "return True", "return step != 2", setting="bf16"),
     Exhibit("skipped_counted", "updates that overflowed count as applied", "grpo.step.metrics:update_metrics",
