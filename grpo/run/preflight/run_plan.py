@@ -130,21 +130,25 @@ def odd_ratios(cfg) -> list[str]:
     """Ratios of other probabilities, or of other units, than the loss expects."""
     a, t = cfg.algo, cfg.train
     found = []
+
     if cfg.rollout.vllm.get("quantization") and a.correction == "none":
         found.append(
             "rollout.vllm.quantization makes vLLM sample from other weights than are trained: try algo.correction=tis "
             "with rollout.max_logp_gap above the gap that the first steps show"
         )
+
     if a.loss == "gspo" and a.correction != "none" and a.correction_level == "token":
         found.append(
             f"algo.loss=gspo uses the ratio of an answer, but algo.correction={a.correction} uses the ratio of each "
             "token: try algo.correction_level=sequence with algo.correction=icepop or tis"
         )
+
     if a.loss in ("ipo", "dppo_tv") and a.old_logp == "trainer" and t.updates_per_step * t.epochs_per_step == 1:
         found.append(
             f"algo.loss={a.loss} masks by how far probabilities are from the old ones, which are the same in a first "
             "update of algo.old_logp=trainer: try algo.old_logp=rollout, which masks by the difference from vLLM"
         )
+
     return found
 
 
