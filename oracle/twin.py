@@ -156,9 +156,9 @@ def write_twin(run, dtype, folder):
     (folder / "reward.py").write_text(REWARD)
     tree["reward"] = {"custom": f"{folder}/reward.py:reward", "default": "custom"}
 
-    # Two steps with updates that fp32 shows, in several micro-batches.
+    # Two steps with updates that fp32 shows, in several micro-batches of several answers.
     multiple = 2 * cfg.parallel.tp * cfg.parallel.cp
-    tokens = math.ceil((longest + answer) / multiple) * multiple
+    tokens = math.ceil(2 * (longest + answer) / multiple) * multiple
     tree["train"] |= {
         "steps": 2, "epochs": None, "lr": 1e-3, "warmup_steps": min(cfg.train.warmup_steps, 2),
         "max_tokens_per_micro_batch": tokens, "logprob_max_tokens_per_micro_batch": 2 * tokens, "eval_every": 0,
@@ -176,7 +176,11 @@ def write_model(source, cfg, folder, seed):
     shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.safetensors*", "*.bin*", "*.pt*", "config.json"))
     config = small_config(transformers.AutoConfig.from_pretrained(source).get_text_config(), cfg)
     torch.manual_seed(seed)
-    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for name, weight in model.named_parameters():
+        if name.endswith("A_log"):  # initially linear attention forgets at once, and its states do nothing
+            torch.nn.init.uniform_(weight, -4, -2)
+    model.save_pretrained(folder)
 
 
 def small_config(config, cfg):
