@@ -9,7 +9,7 @@ from oracle.folders import factors_of
 from oracle.models import rounded
 from oracle.trainer import scored
 
-ELEMENTS = 32  # of a tensor that make the most of its way, so that rounding averages out
+ELEMENTS = {"fp32": 3, "fp16": 32, "bf16": 32}  # of a tensor that make most of its way, so that rounding averages out
 
 
 def judge_exports(state, step):
@@ -73,10 +73,11 @@ def judge_weights(state, item, theirs, shadow, *ways):
     if theirs.keys() != ours.keys():
         return report.say(item, f"only one side has {sorted(theirs.keys() ^ ours.keys())[:3]}")
     of_problem = state.doubt or item
+    elements = ELEMENTS[state.cfg.model.dtype]
 
     # Tensor by tensor.
     for name in [name for name in ours if name not in state.theirs]:
-        problem = tensor_problem(name, *((w[name] - first[name]).double().flatten() for w in (theirs, ours)))
+        problem = tensor_problem(name, elements, *((w[name] - first[name]).double().flatten() for w in (theirs, ours)))
         if problem:
             report.say(of_problem, problem, 0)
             state.theirs.add(name)
@@ -122,13 +123,13 @@ def distances(item, theirs, ours, first, previous):
     return found
 
 
-def tensor_problem(name, way, own):
+def tensor_problem(name, elements, way, own):
     """How a tensor moved otherwise than about as far as ours, by the ways [elements] of both; empty if it did not. A
     gradient that is nothing but rounding, as of the biases of keys, moves it elsewhere, but as far.
     """
     squares = own.pow(2)
     moved = squares.sum().item()
-    if moved**2 < ELEMENTS * (squares @ squares).item() or not moved:
+    if moved**2 < elements * (squares @ squares).item() or not moved:
         return ""
     size = way.norm().item() / math.sqrt(moved)
     slope = (way @ own).item() / moved
