@@ -49,11 +49,11 @@ def repeat_step(state, step):
     # The groups that are trained, and their updates.
     groups = algorithm.trained_groups(rows, cfg)
     judge_groups(state, rows, groups)
-    judge_metrics(state, rows, groups)
     repeat_updates(state, rows, groups)
     state.updates += state.metrics["update/applied"]
 
     # What the step leaves.
+    judge_metrics(state, rows, groups)
     judge_exports(state, step)
     judge_folders(state, step, rows)
     judge_checkpoint(state, step)
