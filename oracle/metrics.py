@@ -4,6 +4,8 @@ import math
 from collections import defaultdict
 from statistics import fmean, pstdev
 
+import numpy as np
+
 from oracle.algorithm import rounds_of
 
 
@@ -12,7 +14,13 @@ def judge_metrics(state, rows, trained):
     cfg = state.cfg
     line = state.metrics
     own = of_samples(rows, cfg) | of_training([row for row in rows if row["group"] in trained], cfg)
-    own |= of_updates(state.run.updates(state.report.step), cfg)
+    updates = state.run.updates(state.report.step)
+    own |= of_updates(updates, cfg)
+
+    # Masks and selections of a fork part as `updates`. Then the tokens are those that its updates have trained.
+    share = "advantage/nonzero_frac"
+    if updates and share in own and state.report.compare(f"metric: {share}", line[share], own[share]).parts:
+        own[share] = credited_share(rows, updates)
     own["groups/rounds"] = len(rounds_of(rows, cfg))
     if state.sets and (size := sum(map(len, state.sets))):
         own["epoch"] = state.taken / size
@@ -99,6 +107,21 @@ def of_training(rows, cfg):
     tokens = [(length_of(row), row["advantage"]) for row in rows if row["finished"] or not cfg.algo.mask_truncated]
     credited = sum(length for length, advantage in tokens if advantage)
     return {"advantage/nonzero_frac": credited / max(sum(length for length, _ in tokens), 1)}
+
+
+def credited_share(rows, updates):
+    """The share of the tokens with a weight, in any of the `updates` of a step, that have an advantage."""
+    tokens = {}  # (number of an answer, place of a token) → its advantage
+    for update in updates:
+        answers = rows + update.get("others", [])
+        advantages = update.get("advantages") or [None] * len(answers)
+        for n, (row, weight, advantage) in enumerate(zip(answers, update["weights"], advantages, strict=True)):
+            advantage = row["advantage"] if advantage is None else advantage
+            is_models = np.repeat(np.arange(len(row["turns"])) % 2 == 0, row["turns"])
+            weights = is_models * np.asarray(0 if weight is None else weight)
+            credit = is_models * np.asarray(advantage)
+            tokens |= {(n, place): credit[place] for place in np.flatnonzero(weights).tolist()}
+    return fmean(value != 0 for value in tokens.values()) if tokens else 0.0
 
 
 def of_updates(updates, cfg):
