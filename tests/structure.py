@@ -27,10 +27,10 @@ BUDGET = {
     "grpo/run": 26515,
     "rewards": 6486,
     "examples": 393,
-    "oracle": 27628,
+    "oracle": 27866,
     "tools": 7455,
     "benchmarks": 8184,
-    "tests": 115264,
+    "tests": 115288,
     "recipes": 7302,
     "docs": 38711,
 }

@@ -24,6 +24,12 @@ def report_in(dtype):
     return Report(Recorded(Path(), tiny_config(f"model.dtype={dtype}"), {}, [1], []))
 
 
+def state_of(report, doubt):
+    """What a judgement of bf16 weights needs of a State."""
+    cfg = SimpleNamespace(model=SimpleNamespace(dtype="bf16"))
+    return SimpleNamespace(cfg=cfg, report=report, doubt=doubt, theirs=set())
+
+
 LAYOUTS = {  # of a dense model and of one with experts
     False: ({}, {"tp": 2}, {"tp": 2, "pp": 2, "vpp": 2}, {"tp": 2, "cp": 2}),
     True: ({}, {"ep": 4, "etp": 2}, {"tp": 2, "pp": 4}),
@@ -157,7 +163,7 @@ def judge(state, made):
 def test_weights_are_projected_on_the_way_that_ours_went(bug):
     made, message = PLANTED[bug]
     report = report_in("bf16")
-    judge(SimpleNamespace(report=report, doubt="", theirs=set()), made)
+    judge(state_of(report, doubt=""), made)
     problems = "; ".join(report.items["weights"].problems.values())
     assert message in problems if message else not problems, problems
 
@@ -166,7 +172,7 @@ def test_weights_are_projected_on_the_way_that_ours_went(bug):
 def test_the_tensors_that_move_as_ours_are_still_judged(doubt):
     """One is frozen, by the gradient if that was not ours; the other has a higher rate later, by the optimizer."""
     report = report_in("bf16")
-    state = SimpleNamespace(report=report, doubt=doubt, theirs=set())
+    state = state_of(report, doubt)
     judge(state, updates(other=0.0))
     judge(state, updates(other=0.0))
     assert state.theirs == {"other"} and report.parted() == [doubt or "weights"], report.table()
