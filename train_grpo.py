@@ -244,7 +244,7 @@ def train_step(run: Run, step: int) -> tuple[dict, list[Sample], list[dict]]:
 
     numbers = {"step": step} | metrics.summarize(collected, reports, clock.end_step(), batch, model, cfg)
     numbers |= run.engine.metrics() | clock.memory.numbers()
-    return numbers, collected.samples, recorded.lines
+    return numbers, collected.samples, recorded.finish()
 
 
 def export_and_save(run: Run, step: int) -> None:

@@ -38,14 +38,8 @@ class Recorded:
         """What each update of a step trained and gave; None where an earlier version made the step, as before a resume
         by this one.
         """
-        path = self.updates_path(step)
-        if path.exists():
-            return read_rows(path)
-        if any(self.updates_path(before).exists() for before in range(1, step)):
-            raise ValueError(f"{path} is missing, so that nothing after step {step - 1} can be repeated")
-
-    def updates_path(self, step):
-        return self.folder / f"rollouts/updates_{step:06d}.jsonl"
+        path = self.folder / f"rollouts/updates_{step:06d}.jsonl"
+        return read_rows(path) if path.exists() else None
 
     def has(self, folder, step):
         """The folder of a step in hf/, adapter/ or checkpoints/, if there is one."""
@@ -76,9 +70,13 @@ def read_run(folder: Path, steps: int | None = None):
     if unfinished := sorted({*metrics, *paths} - {*range(done + 1)}):
         remarks.append(f"step {unfinished[0]} has not ended: it is not repeated")
 
-    # An earlier version wrote less.
+    # An earlier version wrote less, and no updates.
     steps = [*range(1, done + 1)][:steps]
+    recorded = {int(path.stem.removeprefix("updates_")) for path in folder.glob("rollouts/updates_*.jsonl")}
     for step in steps:
+        if recorded and step > min(recorded) and step not in recorded:
+            path = folder / f"rollouts/updates_{step:06d}.jsonl"
+            raise ValueError(f"{path} is missing, so that nothing after step {step - 1} can be repeated")
         rows = read_rows(paths[step])
         if not rows:
             raise ValueError(f"{paths[step]} is empty")

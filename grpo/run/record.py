@@ -1,5 +1,6 @@
 """What a run records of its updates in rollouts/updates_*.jsonl: what was trained, by which values, and the outcome."""
 
+import itertools
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -7,7 +8,8 @@ import torch.distributed as dist
 from pydantic import BaseModel
 
 from config import Config
-from grpo.parts.model.optimizer_state import optimizer_steps
+from grpo.parts.base import ranks
+from grpo.parts.model.optimizer_state import own_steps
 from grpo.step.metrics import report_mean
 from grpo.step.records import Batch, Sample
 
@@ -22,7 +24,7 @@ MEANS = {
 class Updates:
     """The updates of a step. `samples` are those of the batch, `sampled` those of rollouts/, in its order.
 
-    The lines are on rank 0 alone, the fields of a line in docs/dev/checks.md.
+    docs/dev/checks.md has the fields of a line.
     """
 
     cfg: Config  # as in config.yaml
@@ -30,25 +32,29 @@ class Updates:
     sampled: list[Sample]
     samples: list[Sample]
     optimizer: object
-    lines: list[dict] = field(default_factory=list)
+    lines: list[dict] = field(default_factory=list)  # on rank 0 alone, without "applied"
 
     def __post_init__(self):
-        self.steps = optimizer_steps(self.optimizer)
+        self.steps = [own_steps(self.optimizer)]  # of Adam on this rank: before the updates, then after each
+        planned = keys_of(self.cfg)
+        self.values = {key: value for key, value in keys_of(self.step_cfg).items() if value != planned[key]}
 
     def add(self, report: dict[str, float], weighted: Batch, chosen: list[int]):
         """Add the update on the `chosen` samples, which has ended; every rank calls this."""
-        steps = optimizer_steps(self.optimizer)
-        applied = steps > self.steps
-        self.steps = steps
+        self.steps.append(own_steps(self.optimizer))
         if dist.get_rank():
             return
 
-        line = {"update": len(self.lines) + 1, "applied": applied, "grad_norm": report["grad_norm"]}
+        line = {"update": len(self.lines) + 1, "grad_norm": report["grad_norm"]}
         line |= {name: report_mean(name, [report], over) for name, over in MEANS.items() if name in report}
         line |= {"tokens": report["tokens"], "trained": report["denominator"], "loss_scale": report["loss_scale"]}
-        planned = keys_of(self.cfg)
-        values = {key: value for key, value in keys_of(self.step_cfg).items() if value != planned[key]}
-        self.lines.append(line | {"values": values} | self.trained(weighted, chosen))
+        self.lines.append(line | {"values": self.values} | self.trained(weighted, chosen))
+
+    def finish(self) -> list[dict]:
+        """The lines, on rank 0; every rank calls this after the last update."""
+        steps = np.max(ranks.gather(self.steps), axis=0).tolist()  # a stage that trains no weight counts no step
+        applied = [after > before for before, after in itertools.pairwise(steps)]
+        return [line | {"applied": each} for line, each in zip(self.lines, applied, strict=False)]
 
     def trained(self, weighted: Batch, chosen: list[int]):
         """The weights of the answers, their advantages where a token has another than its answer, and the rows of
@@ -58,6 +64,7 @@ class Updates:
         weights = [None] * len(places)
         advantages = [None] * len(places)
         others = []
+        weights_F, advantages_F = weighted.weights.numpy(), weighted.advantages.numpy()
         for n in chosen:
             sample = self.samples[n]
             place = places.pop(id(sample), None)
@@ -68,11 +75,11 @@ class Updates:
                 others.append(sample.as_row())
 
             # Where turns of model and environment alternate, the environment's have an advantage that nobody uses.
-            models = np.repeat(np.arange(len(sample.turns)) % 2 == 0, sample.turns)
+            models = sample.sampled
             end = weighted.starts_N[n] + weighted.lengths_N[n]
             response = slice(end - len(models), end)
-            weights[place] = short(weighted.weights[response].numpy(), models)
-            advantage = short(weighted.advantages[response].numpy() * models, models)
+            weights[place] = short(weights_F[response], models)
+            advantage = short(advantages_F[response] * models, models)
             if not np.array_equal(advantage, np.float32(sample.advantage)):
                 advantages[place] = advantage
 

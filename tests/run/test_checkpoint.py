@@ -221,7 +221,7 @@ def test_a_checkpoint_gets_its_name_after_the_samples_before_it(world, tmp_path,
 
     wrap(monkeypatch, rollout_files, "write_rows", write_slowly)
     writer.start(2, {"step": 2}, sharded("weight"))
-    writer.rollouts.write(tmp_path / "samples.jsonl", [])
+    writer.rollouts.write({tmp_path / "samples.jsonl": []})
     state = json.loads((writer.finish() / "state.json").read_text())
     assert named == [False] and (tmp_path / "samples.jsonl").exists()
     assert state == {"step": 2}

@@ -164,7 +164,7 @@ def made_up(text="ab"):
 
 def test_a_file_of_samples_is_what_json_makes_of_lists(writer, tmp_path):
     texts = ["ab", "été 😀 \u2028", 'a "quoted"\nline', ""]
-    writer.write(tmp_path / "step_000001.jsonl", [made_up(text) for text in texts])
+    writer.write({tmp_path / "step_000001.jsonl": [made_up(text) for text in texts]})
     writer.finish()
     written = (tmp_path / "step_000001.jsonl").read_text(encoding="utf-8")
     assert "-1.0000000116860974e-7,-0.0,-12.5" in written and written.count("\n") == written.count("}\n") == 4
@@ -177,7 +177,7 @@ def test_a_run_that_fails_writes_its_last_samples(tmp_path):
     program = """if True:
         import pathlib, sys
         from grpo.parts.base.rollout_files import RolloutWriter
-        RolloutWriter().write(pathlib.Path(sys.argv[1]), [{"text": "last"}])
+        RolloutWriter().write({pathlib.Path(sys.argv[1]): [{"text": "last"}]})
         raise ValueError("the end")
     """
     done = subprocess.run([sys.executable, "-c", program, tmp_path / "a"], cwd=REPO, capture_output=True, text=True)
@@ -187,8 +187,8 @@ def test_a_run_that_fails_writes_its_last_samples(tmp_path):
 def test_a_full_disk_is_told_by_the_next_call(writer, tmp_path):
     path = tmp_path / "step_000001.jsonl"
     (tmp_path / f"{path.name}.tmp").symlink_to("/dev/full")
-    writer.write(path, [made_up()])
-    for call in (writer.finish, writer.finish, lambda: writer.write(tmp_path / "step_000002.jsonl", [])):
+    writer.write({path: [made_up()]})
+    for call in (writer.finish, writer.finish, lambda: writer.write({tmp_path / "step_000002.jsonl": []})):
         with pytest.raises(OSError, match="No space left on device") as raised:
             call()
     assert raised.value.errno == errno.ENOSPC and list(tmp_path.iterdir()) == []

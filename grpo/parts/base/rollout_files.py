@@ -26,7 +26,7 @@ def write_rows(path: Path, rows: list[dict]):
 
 
 class RolloutWriter:
-    """Writes files of samples in a thread, one at a time: `write` waits for the file before.
+    """Writes files of samples in a thread: `write` waits for those before.
 
     The next `write` or `finish` raises a failure. Python waits for the thread, so a failing run writes its last file.
     """
@@ -35,10 +35,10 @@ class RolloutWriter:
         self.thread = ThreadPoolExecutor(max_workers=1)
         self.last: Future | None = None
 
-    def write(self, path: Path, rows: list[dict]) -> None:
-        """Begin to write the rows to `path`."""
+    def write(self, files: dict[Path, list[dict]]) -> None:
+        """Begin to write {path: its rows}, in this order."""
         self.finish()
-        self.last = self.thread.submit(write_rows, path, rows)
+        self.last = self.thread.submit(lambda: [write_rows(path, rows) for path, rows in files.items()])
 
     def finish(self):
         """Wait until the last file is on the disk."""

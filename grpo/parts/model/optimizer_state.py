@@ -107,8 +107,13 @@ def set_adam_steps(part, steps):
 
 def optimizer_steps(optimizer):
     """Number of updates so far, Adam's step count. All ranks call this: some may have a stage that trains no weight."""
+    return max(ranks.gather(own_steps(optimizer)))
+
+
+def own_steps(optimizer):
+    """Adam's step count on this rank; 0 if its stage trains no weight."""
     states = [state for part in optimizer.chained_optimizers for state in part.optimizer.state.values()]
-    return max(ranks.gather(int(states[0]["step"]) if states else 0))
+    return int(states[0]["step"]) if states else 0
 
 
 # ---------------------------------------------------------------- saving and loading

@@ -1,5 +1,6 @@
 """The rehearsal at every start: small calls of advantages and loss, so that a fork's slip shows within seconds."""
 
+import inspect
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
@@ -49,18 +50,15 @@ def run(cfg, flatten: Callable, add_advantages: Callable, loss_weights: Callable
         raise UserError(f"{where}{type(error).__name__}: {error} (tried on six synthetic answers)") from error
 
     require(not wrong, f"grpo_loss returns the shapes {wrong}; each must be one number, a sum over the tokens")
-    for name in (LOSS, TOKENS):
-        if not are_close(whole[name], again[name]):
-            return  # it draws random numbers, so two calls say nothing of each other
+    if not all(are_close(whole[name], again[name]) for name in (LOSS, TOKENS)):
+        return  # it draws random numbers, so two calls say nothing of each other
     for name in (TOKENS, LOSS):
-        parts = evens[name] + odds[name]
-        code = grpo_loss.__code__
         require(
-            are_close(whole[name], parts),
-            f"{code.co_filename}, line {code.co_firstlineno}, in {code.co_name}: {name} of six synthetic answers is "
-            f"{whole[name]:g} in one micro-batch, but {evens[name]:g} + {odds[name]:g} in two. Return the sum over the "
-            "tokens and their number: use .sum() for .mean(), and divide by no number of tokens, answers or "
-            "micro-batches, since Megatron divides once. What needs the whole batch belongs in train_step",
+            are_close(whole[name], evens[name], odds[name]),
+            f"{place_of(grpo_loss)}{name} of six synthetic answers is {whole[name]:g} in one micro-batch, but "
+            f"{evens[name]:g} + {odds[name]:g} in two. Return the sum over the tokens and their number: use .sum() for "
+            ".mean(), and divide by no number of tokens, answers or micro-batches, since Megatron divides once. What "
+            "needs the whole batch belongs in train_step",
         )
 
 
@@ -79,6 +77,13 @@ def loss_of(batch: Batch, numbers: list[int], grpo_loss: Callable, algo: AlgoCon
     return {LOSS: loss, TOKENS: tokens, **report}
 
 
-def are_close(value, other) -> bool:
-    """Whether two sums differ by no more than their rounding."""
-    return torch.allclose(value.double(), other.double(), rtol=1e-5, atol=1e-5)
+def are_close(value, *parts) -> bool:
+    """Whether a sum differs from that of its parts, which may cancel, by no more than rounding."""
+    size = 1 + sum(part.double().abs() for part in parts)
+    return bool((value.double() - sum(part.double() for part in parts)).abs() <= 1e-5 * size)
+
+
+def place_of(function) -> str:
+    """Where a function is, in words; empty for what is no plain function, such as a partial one."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return f"{code.co_filename}, line {code.co_firstlineno}, in {code.co_name}: " if code else ""
