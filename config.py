@@ -156,14 +156,19 @@ class AlgoConfig(Section):
 
     # the reference model
     kl_coef: NotNegative = 0.0  # 0: no reference model is kept
-    kl: str = "k3"  # a branch of token_kl
+    kl: str = "k3"  # a branch of token_kl, or full: over the whole vocabulary
     kl_in: Literal["loss", "reward"] = "loss"  # where kl_coef · KL enters
     moving_reference: bool = False  # a fork changes the reference: it is not watched, and checkpoints have it
     reference_on: Literal["gpu", "host"] = "gpu"  # where reference and teacher wait between their passes
 
     # a teacher
     teacher: str | None = None  # folder or hub name of a model to distil on-policy, or self: with data.hint_key
-    teacher_coef: NotNegative = 1.0  # of log(teacher / policy) in each token's advantage
+    # How far the policy is from it. sampled: log(policy / teacher) of the sampled token, in its advantage; else a
+    # divergence over the whole vocabulary, in the loss. docs/distillation.md
+    teacher_kl: Literal["sampled", "reverse", "forward", "jsd"] = "sampled"
+    teacher_coef: NotNegative = 1.0  # of that divergence
+    teacher_beta: Annotated[Number, Field(gt=0, lt=1)] = 0.5  # jsd: the teacher's share in the mixture
+    teacher_top_k: Whole = 0  # the teacher's likeliest tokens that are told apart, the rest as one; 0: all
 
     # where vLLM and the trainer differ
     correction: str = "none"  # importance correction of vLLM against the trainer, a name of CORRECTION_BOUNDS

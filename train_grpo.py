@@ -55,7 +55,7 @@ from config import (
 from grpo.parts.base.ranks import device, to_device
 from grpo.parts.base.read_config import override
 from grpo.parts.data.prompts import Prompt, prompt_batch, sampling_seed
-from grpo.parts.model import checkpoint, fp16, optimizer_state, routes
+from grpo.parts.model import checkpoint, fp16, head, optimizer_state, routes
 from grpo.parts.model.head import token_logprobs
 from grpo.parts.model.offload import offload_state, offloaded_activations
 from grpo.run import evaluation, guard, launch, logs, record
@@ -230,6 +230,8 @@ def train_step(run: Run, step: int) -> tuple[dict, list[Sample], list[dict]]:
             weights = loss_weights(batch, chosen, algo.loss_norm, cfg.norm_length)
             weighted = replace(batch, weights=weights)
             micro_batches = to_micro_batches(weighted, chosen, t.max_tokens_per_micro_batch, cfg)  # of this replica
+            if algo.teacher_kl != "sampled" or algo.kl == "full":
+                micro_batches = with_other_models(run, samples, weighted, chosen, micro_batches, cfg)
             report = forward_backward(model, run.optimizer, micro_batches, cfg)
             # Before the weights move: the log-probs of this pass are of the weights that vLLM sampled with.
             if run.guard.may_step(report, weighted, cfg, step, number):
@@ -433,13 +435,13 @@ def with_logprobs(
     kl_in_reward = algo.kl_coef > 0 and algo.kl_in == "reward"
     if algo.old_logp == "rollout":
         batch = replace(batch, old_logp=batch.rollout_logp)
-    elif several_updates or run.teacher or kl_in_reward:
+    elif several_updates or (run.teacher and algo.teacher_kl == "sampled") or kl_in_reward:
         batch = replace(batch, old_logp=score(run.model, batch, cfg))
 
-    if run.reference is not None:
+    if run.reference is not None and algo.kl != "full":
         batch = replace(batch, ref_logp=score(run.model, batch.for_other_weights(), cfg, run.reference))
 
-    if run.teacher:  # it scores the same answers, perhaps after prompts of its own
+    if run.teacher and algo.teacher_kl == "sampled":  # it scores the same answers, perhaps after prompts of its own
         seen = flatten(teacher.with_teacher_prompts(samples, is_policy=run.teacher.model is run.model))
         logp_F = score(run.teacher.model, seen, cfg, run.teacher.weights)
         teacher_logp_F = torch.zeros(len(batch.mask))
@@ -603,6 +605,43 @@ def score(
     return logp_F.cpu()
 
 
+def with_other_models(
+    run: Run,
+    samples: list[Sample],
+    batch: Batch,
+    chosen: list[int],
+    micro_batches: list[MicroBatch],
+    cfg: Config,
+) -> list[MicroBatch]:
+    """Add the hidden states of teacher and reference to an update's micro-batches, for a KL over the whole vocabulary.
+
+    Each replica passes the samples of its own rows through them, so that nothing is exchanged. The head then multiplies
+    the states, with the policy's own, chunk by chunk: [tokens, vocabulary] never exists.
+    """
+    algo = cfg.algo
+    others = {}  # name -> model, weights, the samples as it sees them, fields of OtherModel
+    if run.reference is not None and algo.kl == "full":
+        others["reference"] = run.model, run.reference, batch.for_other_weights(), {}
+    if run.teacher and algo.teacher_kl != "sampled":
+        seen = flatten(teacher.with_teacher_prompts(samples, is_policy=run.teacher.model is run.model))
+        how = {"kind": algo.teacher_kl, "beta": algo.teacher_beta, "top_k": algo.teacher_top_k}
+        others["teacher"] = run.teacher.model, run.teacher.weights, seen, how
+
+    is_last = bridge.mpu.is_pipeline_last_stage(ignore_virtual=True)
+    read = partial(head.all_hidden_rows, on="cpu" if algo.reference_on == "host" else None)
+    for name, (model, weights, seen, how) in others.items():
+        rows = to_micro_batches(seen, chosen, cfg.train.max_tokens_per_micro_batch, cfg, plan_of=batch)
+        with bridge.swapped_weights(model, weights):
+            states = run_schedule(model, rows, cfg.rollout.temperature, read=read)
+            if is_last:
+                how["weight"] = head.head_weight_for(model[-1], len(head.head_weight(run.model[-1])))
+                how["matches"] = bridge.unwrap_model(model[-1]).matches
+        if is_last:
+            pairs = zip(micro_batches, states, strict=True)
+            micro_batches = [teacher.with_other(mb, name, states_M, **how) for mb, states_M in pairs]
+    return micro_batches
+
+
 def forward_backward(
     model: list,
     optimizer,
@@ -630,10 +669,12 @@ def run_schedule(
     micro_batches: list[MicroBatch],
     temperature: float,
     loss_func=None,
+    read=None,
 ) -> list:
     """Run Megatron's pipeline schedule: forward and backward passes, or forward passes alone without a `loss_func`.
 
-    Returns, on the last pipeline stage only, the report of each micro-batch or, without `loss_func`, its log-probs [T].
+    Returns, on the last pipeline stage only, the report of each micro-batch or, without `loss_func`, its log-probs [T],
+    or what `read` takes from its hidden states.
 
     Megatron sums gradients over micro-batches and replicas and divides them once by the global sum of the denominators
     (calculate_per_token_loss), so neither the split into micro-batches nor the layout changes the result.
@@ -644,7 +685,7 @@ def run_schedule(
 
     with torch.set_grad_enabled(training):
         return bridge.get_forward_backward_func()(
-            forward_step_func=partial(forward_step, temperature=temperature, loss_func=loss_func),
+            forward_step_func=partial(forward_step, temperature=temperature, loss_func=loss_func, read=read),
             data_iterator=[iter(micro_batches) for _ in model],
             model=model,
             num_microbatches=len(micro_batches),
@@ -655,17 +696,21 @@ def run_schedule(
         )
 
 
-def forward_step(micro_batches, model, temperature: float, loss_func):
+def forward_step(micro_batches, model, temperature: float, loss_func, read=None):
     """Megatron's forward_step: run the next micro-batch through one model chunk.
 
     Returns the output and, on the last stage, a function of it that gives the loss or, without `loss_func`, the
-    log-probs.
+    log-probs, or what `read` takes from the hidden states.
     """
     mb = next(micro_batches)
     hidden = bridge.hidden_states(model, mb)  # [T / cp (/ tp under sequence parallelism), 1, h]
     if not bridge.unwrap_model(model).post_process:  # an earlier stage of the pipeline
         return hidden, None
-    logp_T, entropy_T = token_logprobs(model, hidden, mb, temperature, with_entropy=loss_func is not None)
+    if read:
+        return read(model, hidden, mb), lambda output, non_loss_data: output
+    logp_T, entropy_T, *compared = token_logprobs(model, hidden, mb, temperature, with_entropy=loss_func is not None)
+    if compared:
+        mb = teacher.with_divergences(mb, compared)
 
     def loss(logp_T: Tensor):
         loss_sum, denominator, report = loss_func(mb, logp_T, entropy_T)
@@ -712,7 +757,10 @@ def grpo_loss(mb: MicroBatch, logp_T: Tensor, entropy_T: Tensor, algo: AlgoConfi
     if algo.entropy_coef:
         loss_T = loss_T - algo.entropy_coef * entropy_T
     if mb.ref_logp is not None and algo.kl_in == "loss":
-        loss_T = loss_T + algo.kl_coef * token_kl(logp_T, mb.ref_logp[0], algo.kl)
+        kl_T = mb.ref_kl[0] if algo.kl == "full" else token_kl(logp_T, mb.ref_logp[0], algo.kl)
+        loss_T = loss_T + algo.kl_coef * kl_T
+    if mb.teacher_kl is not None:
+        loss_T = loss_T + algo.teacher_coef * mb.teacher_kl[0]
 
     loss = (loss_T * weight_T).sum()
     denominator = (weight_T > 0).sum().int()
@@ -731,6 +779,9 @@ def grpo_loss(mb: MicroBatch, logp_T: Tensor, entropy_T: Tensor, algo: AlgoConfi
     }
     if mb.ref_logp is not None:
         per_token |= {kind: token_kl(logp_T.detach(), mb.ref_logp[0], kind) for kind in ("k1", "k2", "k3")}
+    for name in ("ref_kl", "teacher_kl", "teacher_entropy"):
+        if getattr(mb, name) is not None:
+            per_token[name] = getattr(mb, name)[0]
     report |= {name: values_T @ mask_T for name, values_T in per_token.items()}
     report |= metrics.gap_report(trainer_logp_T - rollout_logp_T, old_logp_T - rollout_logp_T, mask_T)
     return loss, denominator, {name: value.detach().double() for name, value in report.items()}
@@ -873,7 +924,7 @@ def token_kl(logp_T: Tensor, ref_logp_T: Tensor, kind: str) -> Tensor:
     if kind == "k3+":
         k2_T = token_kl(logp_T, ref_logp_T, "k2")
         return token_kl(logp_T.detach(), ref_logp_T, "k3") + k2_T - k2_T.detach()
-    raise UserError(f"algo.kl={kind!r}: must be one of k1, k2, k3, k3+")
+    raise UserError(f"algo.kl={kind!r}: must be one of k1, k2, k3, k3+, full")
 
 
 # ---------------------------------------------------------------- 7. the command

@@ -28,7 +28,7 @@ def positions_of(a):
 def own_loss(algo):
     """The loss, for Trainer.gradient, as grpo_loss computes it."""
 
-    def loss(a, weight, logp, entropy):
+    def loss(a, weight, logp, entropy, divergences):
         batch = train_grpo.flatten([sample_of(a)], algo.mask_truncated)
         size = len(batch.tokens)
         places = positions_of(a)
@@ -44,6 +44,7 @@ def own_loss(algo):
             ref_logp=spread(a.ref),
         )
         row = pack(batch, [0], size, "cpu")
+        row = replace(row, **{name: spread(values)[None] for name, values in divergences.items()})
         found, _, report = train_grpo.grpo_loss(row, spread(logp), spread(entropy), algo)
         return found.double(), {name: report[name] for name in ("policy", "clipped", "outside")}
 

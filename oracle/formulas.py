@@ -16,15 +16,20 @@ BOUNDS = {"none": (0.0, 2.0), "tis": (0.0, 2.0), "icepop": (0.5, 5.0), "seq_mask
 # ---------------------------------------------------------------- the loss of an answer
 
 
-def answer_loss(logp, old, ref, rollout, advantages, weights, entropy, algo):
-    """The loss of each token, [4, tokens]: weighted loss, weighted policy loss, is clipped, is out of bounds."""
+def answer_loss(logp, old, ref, rollout, advantages, weights, entropy, algo, ref_kl=None, teacher_kl=None):
+    """The loss of each token, [4, tokens]: weighted loss, weighted policy loss, is clipped, is out of bounds.
+
+    The last two are divergences over the whole vocabulary, where the loss has them.
+    """
     policy, clipped = policy_loss(logp, old, advantages, algo)
     factor, outside = correction(logp.detach() if algo.old_logp == "rollout" else old, rollout, algo)
     policy = policy * factor
 
     loss = policy - algo.entropy_coef * entropy
-    if algo.kl_in == "loss":
-        loss = loss + algo.kl_coef * kl(logp, ref, algo.kl)
+    if algo.kl_in == "loss" and algo.kl_coef:
+        loss = loss + algo.kl_coef * (kl(logp, ref, algo.kl) if ref_kl is None else ref_kl)
+    if teacher_kl is not None:
+        loss = loss + algo.teacher_coef * teacher_kl
     return torch.stack([weights * loss, weights * policy, clipped, outside])
 
 
@@ -102,6 +107,29 @@ def kl(logp, ref, kind):
     bounded = d.clamp(-20, 20)
     k3 = (torch.exp(bounded) - bounded - 1).clamp(-10, 10)
     return k3.detach() + k2 - k2.detach() if kind == "k3+" else k3
+
+
+def divergence(logp, logq, kind="reverse", beta=0.5, top_k=0):
+    """How far the distribution p is from q at each token; log-probs [tokens, vocabulary] → [tokens]. Counterpart of
+    grpo/parts/model/divergence.py, by torch's own gradient.
+    """
+    if top_k:  # the tokens that are less likely to q than its k likeliest are one
+        least = logq.topk(top_k, -1).values[:, -1:]
+        logp, logq = (add_rest(values, logq < least) for values in (logp, logq))
+    p, q = logp.exp(), logq.exp()
+    if kind == "reverse":
+        return (p * (logp - logq)).sum(-1)
+    if kind == "forward":
+        return (q * (logq - logp)).sum(-1)
+    mixture = (beta * q + (1 - beta) * p).clamp(min=torch.finfo(p.dtype).tiny).log()
+    return beta * (q * (logq - mixture)).sum(-1) + (1 - beta) * (p * (logp - mixture)).sum(-1)
+
+
+def add_rest(logp, is_rest):
+    """Log-probs with the tokens of the rest replaced by one more column, their sum."""
+    total = torch.where(is_rest, logp.exp(), 0.0).sum(-1, keepdim=True)
+    rest = total.clamp(min=torch.finfo(logp.dtype).tiny).log()
+    return torch.cat([logp.masked_fill(is_rest, -1e9), rest], -1)
 
 
 # ---------------------------------------------------------------- what an answer is worth

@@ -51,20 +51,30 @@ class Model:
             yield left[-size:]
             del left[-size:]
 
-    def answers_logp(self, weights, prompts, responses, temperature, nuclei=(), routes=None, look=None):
-        """Log-prob and entropy at each response token, [response] each, of the answers of a batch, and what `look` sees
-        there, [values, response]: a function of all log-probs and the tokens.
+    def answers_logp(self, weights, prompts, responses, temperature, nuclei=(), routes=None, look=None, compare=None):
+        """Log-prob and entropy at each response token, [response] each, of the answers of a batch, what `look` sees
+        there, [values, response]: a function of all log-probs and the tokens, and what `compare` does, which is given
+        all log-probs with their gradient.
 
         These are over the `nuclei`, if given, of each token. `routes` is explained in `routed`.
         """
-        logits = self.logits(weights, prompts, responses, temperature, routes)
-        logps = (cut(logits, nuclei) if nuclei else logits).log_softmax(-1)
+        logps = self.vocabulary_logp(weights, prompts, responses, temperature, nuclei, routes)
         entropies = -(logps.exp() * logps).sum(-1)
         targets = torch.tensor([token for response in responses for token in response], device=logps.device)
         chosen = logps.gather(-1, targets[:, None])[:, 0]
         sizes = [len(response) for response in responses]
-        seen = torch.empty(0, len(targets)) if look is None else look(logps.detach(), targets)
-        return list(zip(chosen.split(sizes), entropies.split(sizes), seen.split(sizes, dim=1), strict=True))
+        nothing = logps.new_empty(0, len(targets))
+        seen = nothing if look is None else look(logps.detach(), targets)
+        apart = nothing if compare is None else compare(logps)
+        values = chosen.split(sizes), entropies.split(sizes), seen.split(sizes, dim=1), apart.split(sizes, dim=1)
+        return list(zip(*values, strict=True))
+
+    def vocabulary_logp(self, weights, prompts, responses, temperature, nuclei=(), routes=None, rows=None):
+        """The log-probs of all tokens, or the first `rows`, where the response tokens of a batch are drawn, [all
+        tokens, vocabulary].
+        """
+        logits = self.logits(weights, prompts, responses, temperature, routes)[:, :rows]
+        return (cut(logits, nuclei) if nuclei else logits).log_softmax(-1)
 
     def logits(self, weights, prompts, responses, temperature, routes=None):
         """The logits from which the response tokens of a batch are drawn, [all tokens, vocabulary]."""

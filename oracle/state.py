@@ -19,7 +19,8 @@ from oracle.trainer import Trainer
 ROUNDS_OTHERWISE = ("quantization", "kv_cache_dtype", "mamba_cache_dtype", "mamba_ssm_cache_dtype")
 OF_UPDATE = ("reference", "teacher", "loss", "entropy", "gradient", "weights", "adapters")
 NAMES = (  # item, key of algo, its names that have a formula
-    ("token-weights", "loss_norm", formulas.NORMS), ("loss", "loss", formulas.LOSSES), ("loss", "kl", formulas.KLS),
+    ("token-weights", "loss_norm", formulas.NORMS), ("loss", "loss", formulas.LOSSES),
+    ("loss", "kl", (*formulas.KLS, "full")),
     ("loss", "correction", formulas.BOUNDS),
 )  # fmt: skip
 

@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -90,7 +91,7 @@ class Trainer:
         self.teacher_weights = None
         if cfg.algo.teacher not in (None, "self"):
             folder = local_folder(cfg.algo.teacher)
-            self.teacher = Model(folder)
+            self.teacher = Model(folder, self.dtype if is_shadow else "fp32")
             tied = self.teacher.config.tie_word_embeddings
             self.teacher_weights = read_weights(folder, self.dtype, tied, self.device)
 
@@ -141,11 +142,12 @@ class Trainer:
         temperature = self.cfg.rollout.temperature
         for a in answers:
             a.shadow = replace(a)
-        if several or algo.teacher or (algo.kl_coef and algo.kl_in == "reward"):
+        is_sampled = algo.teacher and algo.teacher_kl == "sampled"
+        if several or is_sampled or (algo.kl_coef and algo.kl_in == "reward"):
             self.score(answers, "before", temperature)
         if self.reference:
             self.score(answers, "ref", temperature, self.reference)
-        if algo.teacher:
+        if is_sampled:
             self.score(answers, "teacher", temperature, self.teacher_weights, self.teacher, hinted=True)
 
         # With equal bits vLLM's log-probs are the policy's own. Ours then stand for both, within rounding.
@@ -159,15 +161,18 @@ class Trainer:
         """The gradient of an update, into `main`; sums over its tokens of what it reports.
 
         `weights` has a tensor for each answer, and the sum of all losses is divided by `trained`. loss(answer, weight,
-        logp, entropy) returns the answer's loss and {"policy", "clipped", "outside": sum over the tokens}.
+        logp, entropy, divergences) returns the answer's loss and {"policy", "clipped", "outside": sum over the tokens}.
         """
         leaves = {name: rounded(weight, self.dtype).clone().requires_grad_() for name, weight in self.main.items()}
         sums = Counter(trained=trained, tokens=sum(len(a.sampled) for a in answers))
 
         look = self.look if any(a.seen is None for a in answers) else None
-        for batch in self.passes(answers, temperature, lambda: self.current(leaves), replays=True, look=look):
+        passes = self.passes(
+            answers, temperature, lambda: self.current(leaves), replays=True, look=look, compare=self.divergences
+        )
+        for batch in passes:
             total = torch.zeros(())
-            for n, logp, entropy, seen in batch:
+            for n, logp, entropy, seen, apart in batch:
                 a = answers[n]
                 sums["entropy"] += entropy.sum().item()
                 if a.ref is not None:
@@ -177,7 +182,10 @@ class Trainer:
                     a.seen = seen
                 if a.old is None:
                     a.old = a.before
-                part, report = loss(a, weights[n], logp, entropy)
+                divergences = dict(zip(self.compared(), apart, strict=True))
+                for name, values in divergences.items():
+                    sums[name] += values.sum().item()
+                part, report = loss(a, weights[n], logp, entropy, divergences)
                 total = total + part
                 sums["loss"] += part.item()
                 for name, value in report.items():
@@ -215,13 +223,37 @@ class Trainer:
         look = self.look if name == "before" else None
         given = weights or self.current()
         for batch in self.passes(answers, temperature, lambda: given, model, hinted, weights is None, look):
-            for n, logp, _, seen in batch:
+            for n, logp, _, seen, _ in batch:
                 setattr(answers[n], name, logp)
                 if look:
                     answers[n].seen = seen
 
     def look(self, logps, targets):
         return sampling.look(logps, targets, self.ends)
+
+    def compared(self):
+        """The divergences over the whole vocabulary that the loss has, {name: (model, weights, has hints, kind)}."""
+        algo = self.cfg.algo
+        found = {}
+        if algo.kl == "full" and self.reference:
+            found["ref_kl"] = self.model, self.reference, False, ()
+        if algo.teacher and algo.teacher_kl != "sampled":
+            how = algo.teacher_kl, algo.teacher_beta, algo.teacher_top_k
+            found["teacher_kl"] = self.teacher or self.model, self.teacher_weights or self.current(), True, how
+        return found
+
+    def divergences(self, logps, answers):
+        """Each of these at the tokens of some answers, of which the policy has `logps`; [divergences, tokens]."""
+        found = []
+        for model, weights, hinted, how in self.compared().values():
+            prompts = [(hinted and a.row.get("asked")) or a.row["prompt_ids"] for a in answers]
+            responses = [a.row["response_ids"] for a in answers]
+            kept = [ids for a in answers for ids in a.nuclei or ()]
+            given = weights, prompts, responses, self.cfg.rollout.temperature, kept
+            with torch.no_grad():
+                other = model.vocabulary_logp(*given, rows=logps.shape[1])
+            found.append(formulas.divergence(logps, other, *how))
+        return torch.stack(found) if found else logps.new_empty(0, len(logps))
 
     @torch.no_grad()
     def logits(self, answers, temperature):
@@ -237,9 +269,9 @@ class Trainer:
         """The routes of a batch of answers, if they are replayed."""
         return [answers[n].routes for n in batch] if self.cfg.algo.replay_routes else None
 
-    def passes(self, answers, temperature, weights, model=None, hinted=False, replays=False, look=None):
-        """(number of an answer, its log-probs, its entropies, what `look` sees), a batch at a time, with what
-        `weights()` gives.
+    def passes(self, answers, temperature, weights, model=None, hinted=False, replays=False, look=None, compare=None):
+        """(number of an answer, its log-probs, its entropies, what `look` sees, what `compare` finds), a batch at a
+        time, with what `weights()` gives.
 
         With `hinted` an answer is scored after the prompt with its hint, where it has one. With `replays` its tokens
         go to the experts that algo.replay_routes keeps.
@@ -251,11 +283,12 @@ class Trainer:
             chosen = [prompts[n] for n in batch], [responses[n] for n in batch]
             kept = [ids for n in batch for ids in answers[n].nuclei or ()]
             routes = self.routes(answers, batch) if replays else None
-            scores = model.answers_logp(weights(), *chosen, temperature, kept, routes, look)
+            apart = compare and partial(compare, answers=[answers[n] for n in batch])
+            scores = model.answers_logp(weights(), *chosen, temperature, kept, routes, look, apart)
             found = []
-            for n, (logp, entropy, seen) in zip(batch, scores, strict=True):
+            for n, values in zip(batch, scores, strict=True):
                 places = answers[n].sampled
-                found.append((n, logp[places].cpu(), entropy[places].cpu(), seen[:, places].cpu()))
+                found.append((n, *(each[..., places].cpu() for each in values)))
             yield found
 
 
@@ -272,11 +305,12 @@ def known_weights(answers, cfg):
 def known_loss(algo):
     """The loss by our formulas."""
 
-    def loss(a, weight, logp, entropy):
+    def loss(a, weight, logp, entropy, divergences):
         ref = logp.detach() if a.ref is None else a.ref
 
         def values_at(old):
-            return formulas.answer_loss(logp, old, ref, a.rollout, a.token_advantages, weight, entropy, algo)
+            given = logp, old, ref, a.rollout, a.token_advantages, weight, entropy, algo
+            return formulas.answer_loss(*given, **divergences)
 
         values = whole = values_at(a.old)
         for shift in (a.shift, -a.shift) if a.shift else ():
@@ -291,5 +325,6 @@ def known_loss(algo):
 def losses_of(sums):
     """What a run reports of an update, from our sums over its tokens."""
     found = {name: sums[name] / max(sums["trained"], 1) for name in ("policy", "loss")}
-    found |= {name: sums[name] / max(sums["tokens"], 1) for name in ("entropy", "k3", "clipped") if name in sums}
+    of_tokens = ("entropy", "k3", "clipped", "ref_kl", "teacher_kl")
+    found |= {name: sums[name] / max(sums["tokens"], 1) for name in of_tokens if name in sums}
     return found | {"grad_norm": sums["grad_norm"]}

@@ -2,8 +2,9 @@
 
     torchrun --nproc_per_node=4 tests/layout_worker.py PLANS.json
 
-A plan is {"overrides", "samples", "out", "layouts": {name: [overrides]}, "bins": [[sample numbers]]}. If
-bins are given, they are the micro-batches of the update.
+A plan is {"overrides", "samples", "out", "layouts": {name: [overrides]}, "bins": [[sample numbers]], "reference"}. If
+bins are given, they are the micro-batches of the update. With a reference, the folder of its weights, the loss has
+divergences from it and from algo.teacher.
 For each layout, rank 0 writes NAME.safetensors: "logp" [F] as the trainer scores it, "loss", "grad_norm", the gradients
 as "grad.<Hugging Face name>" (with adapters theirs, and "merged.<name>", the weights that were pushed), "load" per
 layer where there are experts, "shared" (positions that were not computed again), "held" [ranks, 4] (held_bytes), and
@@ -20,6 +21,7 @@ import zlib
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -35,7 +37,7 @@ from grpo.parts.base.read_config import load_config
 from grpo.parts.engine.push_check import add_up, shard_digests
 from grpo.parts.model import lora
 from grpo.run.preflight import configuration
-from grpo.step import metrics
+from grpo.step import metrics, teacher
 from grpo.step.packing import pack, to_micro_batches
 from rollout import Trace
 
@@ -146,6 +148,11 @@ def one_layout(plan, name) -> dict[str, torch.Tensor]:
         micro_batches = [pack(batch, members, budget, bridge.device()) for members in plan["bins"][rank::replicas]]
     else:
         micro_batches = to_micro_batches(batch, chosen, budget, cfg)
+    if "reference" in plan:
+        other = bridge.build_model(plan["reference"], cfg.parallel, dtype, {}, m.fp32_head, adapters=cfg.lora)
+        models = {"reference": bridge.copy_weights(other), "teacher": teacher.build_teacher(model, cfg)}
+        run = SimpleNamespace(model=model, **models)
+        micro_batches = train_grpo.with_other_models(run, samples, batch, chosen, micro_batches, cfg)
     report = train_grpo.forward_backward(model, optimizer, micro_batches, cfg)
     grad_norm = bridge.optimizer_step(optimizer, cfg.train.lr, offloaded=False)
     after = on_host(bridge.hf_weights(model, factors=bool(cfg.lora.rank)))

@@ -116,6 +116,7 @@ def check_models(cfg):
         if other:
             configuration.check_model(cfg, other, rollout_tp=1, key="algo.teacher")
             teacher.check_vocabulary(cfg)
+        teacher.check_top_k(cfg)
         configuration.check_routes(cfg)
     except (OSError, ValueError) as error:
         raise UserError(str(error)) from None

@@ -69,7 +69,8 @@ def compared_updates(cfg):
 # ---------------------------------------------------------------- the metrics of a step
 
 # Metric → the entry of the updates' reports that it is the mean of. Over the response tokens of the first update:
-REFERENCE = {"kl/ref": "k3", "kl/k1": "k1", "kl/k2": "k2"}
+REFERENCE = {"kl/ref": "k3", "kl/k1": "k1", "kl/k2": "k2", "kl/full": "ref_kl"}
+TEACHER = {"kl/teacher": "teacher_kl", "entropy/teacher": "teacher_entropy"}  # with algo.teacher_kl=sampled: k1
 # Over the response tokens of all updates in which trainer and vLLM are compared:
 COMPARED = {
     "logp_gap/mean": "gap", "logp_gap/above_0.01": "gap_above_0.01", "logp_gap/above_0.1": "gap_above_0.1",
@@ -148,10 +149,9 @@ def update_metrics(reports: list[dict[str, float]], batch, cfg):
     compared = reports[: compared_updates(cfg)]
     trained = batch.loss_mask.sum().clamp(min=1)
 
-    numbers = {"entropy": report_mean("entropy", first)} | dict.fromkeys(REFERENCE)
-    if batch.ref_logp is not None:
-        numbers |= {metric: report_mean(entry, first) for metric, entry in REFERENCE.items()}
-    numbers["kl/teacher"] = None
+    numbers = {"entropy": report_mean("entropy", first)}
+    for metric, entry in (REFERENCE | TEACHER).items():
+        numbers[metric] = report_mean(entry, first) if entry in reports[0] else None
     if batch.teacher_logp is not None:  # k1 of KL(policy ‖ teacher) before the updates
         difference_F = (batch.old_logp - batch.teacher_logp) * batch.loss_mask
         numbers["kl/teacher"] = (difference_F.double().sum() / trained).item()

@@ -30,13 +30,18 @@ COPY = 1 / 8
 PADDING_PIECE = 128  # tokens of a sequence of padding in a row without samples, at most
 
 
-def to_micro_batches(batch: Batch, samples: list[int], max_tokens, cfg) -> list[MicroBatch]:
-    """This replica's micro-batches of the numbered samples, each of at most `max_tokens` computed positions."""
+def to_micro_batches(
+    batch: Batch, samples: list[int], max_tokens, cfg, plan_of: Batch | None = None
+) -> list[MicroBatch]:
+    """This replica's micro-batches of the numbered samples, each of at most `max_tokens` computed positions.
+
+    With `plan_of` they are the rows of that batch, which has the same samples in other lengths.
+    """
     replicas = bridge.mpu.get_data_parallel_world_size()
     multiple = bridge.token_multiple(cfg.parallel)
     # Layers of linear attention hold all that they compute of each copy of a prompt.
     copy = 1.0 if bridge.has_linear_attention(read_config(cfg.model.path)) else COPY
-    bins = plan_rows(batch, samples, max_tokens // multiple * multiple, replicas, cfg, copy)
+    bins = plan_rows(plan_of or batch, samples, max_tokens // multiple * multiple, replicas, cfg, copy)
 
     widths = []
     for members in bins:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from grpo.parts.base import ranks
 from grpo.parts.base.ranks import to_device
 from grpo.parts.model.attention import count_from
+from grpo.parts.model.divergence import OtherModel
 from grpo.parts.model.nucleus import Nuclei
 from grpo.parts.model.routes import Routes
 from rollout import Trace
@@ -106,6 +107,10 @@ class Rows:
     weights: torch.Tensor | None = None  # of each token in the loss; 0 where it is not trained
     old_logp: torch.Tensor | None = None  # without it grpo_loss uses its own, detached
     ref_logp: torch.Tensor | None = None  # None without a reference model
+    # Over the whole vocabulary, from the micro-batch's own forward pass; None without algo.kl=full or algo.teacher_kl
+    ref_kl: torch.Tensor | None = None  # differentiable
+    teacher_kl: torch.Tensor | None = None  # differentiable
+    teacher_entropy: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -195,6 +200,7 @@ class MicroBatch(Rows):
     kept: np.ndarray | None = None  # [C] int64, the positions that are computed; None means all
     place: np.ndarray | None = None  # [T] int64, which of these each position is
     replay: Replay = field(default_factory=dict)
+    others: dict[str, OtherModel] = field(default_factory=dict)  # "reference", "teacher": for these three
 
     @property
     def width(self):

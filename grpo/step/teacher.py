@@ -8,7 +8,9 @@ import megatron_bridge as bridge
 from grpo.parts.base import hf_folder
 from grpo.parts.data.prompts import load_tokenizer
 from grpo.parts.model import matched
-from grpo.step.records import Sample
+from grpo.parts.model.divergence import OtherModel
+from grpo.parts.model.head import own_rows
+from grpo.step.records import MicroBatch, Sample
 
 SELF = "self"  # algo.teacher: the model's own present weights
 
@@ -47,11 +49,15 @@ def with_teacher_prompts(samples: list[Sample], is_policy) -> list[Sample]:
     """The samples as the teacher sees them: the same answers after the prompts with hints, if there are hints.
 
     The teacher's routers choose for themselves. If the teacher `is_policy`, the same model, its routers replay where
-    there are routes, so the samples get empty ones. Another model may differ in layers and experts, and gets none.
+    there are routes, so the samples get empty ones. Another model may differ in layers and experts, and gets none. Its
+    log-probs are over the tokens from which the policy drew.
     """
     seen = []
     for sample in samples:
-        replay = {name: values[:0] for name, values in sample.trace.replay.items()} if is_policy else {}
+        replay = dict(sample.trace.replay)
+        routes = replay.pop("routes", None)
+        if is_policy and routes is not None:
+            replay["routes"] = routes[:0]
         prompt_ids = sample.prompt_ids if sample.asked is None else sample.asked
         seen.append(replace(sample, prompt_ids=prompt_ids, trace=replace(sample.trace, replay=replay)))
     return seen
@@ -73,6 +79,16 @@ def check_vocabulary(cfg):
         )
 
 
+def check_top_k(cfg):
+    """See that the vocabulary has as many tokens. Raises ValueError."""
+    top_k, vocab = cfg.algo.teacher_top_k, hf_folder.read_config(cfg.model.path).vocab_size
+    if top_k > vocab:
+        raise ValueError(
+            f"algo.teacher_top_k={top_k} is above the {vocab} tokens of model.path={cfg.model.path}; use at most as "
+            "many, or 0 for all"
+        )
+
+
 def check_tokens(cfg, tokenizer):
     """See that the teacher knows the `tokenizer`'s tokens by the same ids. Raises ValueError."""
     path = cfg.algo.teacher
@@ -87,3 +103,27 @@ def check_tokens(cfg, tokenizer):
                 f"{token!r}, which the teacher has as {known.get(token)}; it scores the ids that were sampled, so it "
                 "must know all tokens of the model by the same ids"
             )
+
+
+# ---------------------------------------------------------------- over the whole vocabulary
+
+
+def with_other(mb: MicroBatch, name: str, states_M: torch.Tensor, **how) -> MicroBatch:
+    """The micro-batch with another model's hidden states at all its tokens, of which this rank keeps its own; `how` are
+    further fields of OtherModel.
+    """
+    _, _, own_M = own_rows(mb)
+    if not own_M.all():
+        states_M = states_M[torch.from_numpy(own_M).to(states_M.device)]
+    return replace(mb, others=mb.others | {name: OtherModel(states_M, **how)})
+
+
+def with_divergences(mb: MicroBatch, compared: list[tuple[torch.Tensor, ...]]) -> MicroBatch:
+    """The micro-batch with what token_logprobs found of each of mb.others: divergence, log-prob, entropy, [T] each."""
+    found = {name: [values_T[None] for values_T in own] for name, own in zip(mb.others, compared, strict=True)}
+    rows = {}
+    if "reference" in found:
+        rows["ref_kl"], rows["ref_logp"], _ = found["reference"]
+    if "teacher" in found:
+        rows["teacher_kl"], _, rows["teacher_entropy"] = found["teacher"]
+    return replace(mb, **rows)

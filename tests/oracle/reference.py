@@ -32,12 +32,14 @@ def make_samples() -> list[dict]:
     return samples
 
 
-def reference(folder, given, samples=None, model=None, lora=None, **algo) -> dict:
+def reference(folder, given, samples=None, model=None, lora=None, others=None, **algo) -> dict:
     """Loss, log-probs [F] and gradients of one update on the samples, by the weights of a folder.
 
     `given` holds the old and reference log-probs [F] that the worker made up, and `algo` has keys of that section. With
-    `lora` the gradients are of made-up factors, and "merged.<name>" are the weights with them.
+    `lora` the gradients are of made-up factors, and "merged.<name>" are the weights with them. `others` has the folders
+    of the models for {"ref_kl", "teacher_kl"}, divergences over the whole vocabulary.
     """
+    others = {name: (float64_model(other), file_weights(other)) for name, other in (others or {}).items()}
     model = model or float64_model(folder)
     samples = samples or make_samples()
     algo = AlgoConfig(**ALGO | algo)
@@ -68,7 +70,14 @@ def reference(folder, given, samples=None, model=None, lora=None, **algo) -> dic
         rollout = torch.tensor(s["rollout_logp"]).double()
         advantages = torch.full_like(old, s["advantage"])
         weights_T = torch.full_like(old, weight)
-        loss_T, *_ = formulas.answer_loss(logp, old, ref, rollout, advantages, weights_T, entropy, algo)
+        apart = {}
+        for name, other in others.items():
+            seen = s | {"prompt_ids": s["asked"]} if name == "teacher_kl" and "asked" in s else s
+            with torch.no_grad():
+                logq = vocabulary_logp(*other, seen, rows=all_logp.shape[1])
+            how = (algo.teacher_kl, algo.teacher_beta, algo.teacher_top_k) if name == "teacher_kl" else ()
+            apart[name] = formulas.divergence(all_logp, logq, *how)
+        loss_T, *_ = formulas.answer_loss(logp, old, ref, rollout, advantages, weights_T, entropy, algo, **apart)
         total = total + loss_T.sum() / sum(counts)
 
     found = {"loss": total.item(), "logp": torch.cat(logps), **gradients(total, leaves)}
@@ -77,11 +86,11 @@ def reference(folder, given, samples=None, model=None, lora=None, **algo) -> dic
     return found
 
 
-def vocabulary_logp(model, weights, s):
-    """Log-probs of all tokens at each place of the response, [response, vocabulary]; -1e9 for tokens that are not in
-    the sample's nucleus, whose probability is thus exactly 0.
+def vocabulary_logp(model, weights, s, rows=None):
+    """Log-probs of all tokens, or the first `rows`, at each place of the response, [response, vocabulary]; -1e9 for
+    tokens that are not in the sample's nucleus, whose probability is thus exactly 0.
     """
-    logits = model.logits(weights, [s["prompt_ids"]], [s["response_ids"]], TEMPERATURE)
+    logits = model.logits(weights, [s["prompt_ids"]], [s["response_ids"]], TEMPERATURE)[:, :rows]
     if "nuclei" in s:
         is_out = torch.ones_like(logits, dtype=torch.bool)
         place = 0

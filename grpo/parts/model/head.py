@@ -1,7 +1,9 @@
 """The head of the model: log-prob of the target and entropy at each position, without logits of a whole row."""
 
 import math
+from dataclasses import replace
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -9,6 +11,7 @@ from grpo.parts.base.by_row import product
 from grpo.parts.base.ranks import to_device
 from grpo.parts.model import kernels, matched, nucleus
 from grpo.parts.model.attention import Copies
+from grpo.parts.model.divergence import Known, diverge, divergence_grad
 from grpo.parts.model.layers import add_product, row_blocks  # before Megatron-core
 
 # isort: split
@@ -18,9 +21,11 @@ from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
     reduce_from_tensor_model_parallel_region,
 )
+from megatron.core.tensor_parallel.mappings import _gather_along_first_dim
 from megatron.core.utils import unwrap_model
 
 LOGITS_CHUNK = 2048  # response tokens whose logits over the full vocabulary exist at a time
+COMPARED = 2**26  # logits of a chunk at most, where there are other models' beside the policy's
 
 
 def token_logprobs(model, hidden, mb, temperature, with_entropy=True):
@@ -28,29 +33,74 @@ def token_logprobs(model, hidden, mb, temperature, with_entropy=True):
 
     hidden [C / cp (/ tp under sequence parallelism), 1, h] of the micro-batch → logp_T, entropy_T [T] fp32, on every
     context-parallel rank. The entropy has any value if not `with_entropy`. Logits exist for the M positions of the mask
-    only.
+    only. With mb.others each of these gives a tuple more: the policy's divergence from that model, its log-prob of the
+    target, and its entropy, [T] each.
     """
+    weight = head_weight(model)
+    hidden_M, rows_M, own_M = hidden_rows(model, hidden, mb)
+    targets_M = mb.targets[0].index_select(0, rows_M).long()
+
     model = unwrap_model(model)
-    head = model.output_layer
-    weight = model.shared_embedding_or_output_weight() if model.share_embeddings_and_output_weights else head.weight
-    if model.config.sequence_parallel:
+    dtype = torch.float32 if model.fp32_head else weight.dtype
+    others = [replace(other, hidden_M=other.hidden_M.to(hidden.device)) for other in mb.others.values()]
+    if not hidden.is_cuda:  # a CPU has no product of bf16 that gives fp32
+        hidden_M, weight = hidden_M.to(dtype), weight.to(dtype)
+        others = [replace(o, hidden_M=o.hidden_M.to(dtype), weight=o.weight.to(dtype)) for o in others]
+
+    fused = model.config.gradient_accumulation_fusion
+    first = mpu.get_tensor_model_parallel_rank() * len(weight)  # id of this rank's first row
+    size = chunk_size(len(weight), others)
+    cuts = nucleus.places(mb, own_M, first, len(weight), size) if "nuclei" in mb.replay else None
+    found = model.output_layer(
+        hidden_M, weight, targets_M, temperature, with_entropy, dtype, fused, cuts, model.matches, others
+    )
+    logp_T, entropy_T, *of_others = [to_row(values_M, rows_M, mb) for values_M in found]
+    return logp_T, entropy_T, *zip(*[iter(of_others)] * 3, strict=True)
+
+
+def head_weight(model):
+    """The head's weight on the last stage, [V / tp, h]."""
+    model = unwrap_model(model)
+    if model.share_embeddings_and_output_weights:
+        return model.shared_embedding_or_output_weight()
+    return model.output_layer.weight
+
+
+def head_weight_for(model, rows):
+    """The same, detached, of the first rows of the vocabulary alone, `rows` of them on each tensor-parallel rank."""
+    weight = head_weight(model).detach()
+    if len(weight) == rows:
+        return weight
+    group = mpu.get_tensor_model_parallel_group()
+    return _gather_along_first_dim(weight, group)[group.rank() * rows :][:rows].clone()
+
+
+def hidden_rows(model, hidden, mb):
+    """The hidden states of the M positions with mask 1 that this context-parallel rank has, [M, h]; and what own_rows
+    says of them: their places in the row, and which of mb.rows they are.
+    """
+    if unwrap_model(model).config.sequence_parallel:
         hidden = gather_from_sequence_parallel_region(hidden)  # [C / cp, 1, h]; the backward pass reduce-scatters
     else:
         hidden = copy_to_tensor_model_parallel_region(hidden)  # the backward pass all-reduces
-
-    # The positions with mask 1, from this context-parallel rank's part of the row.
     rows_M, copies, own_M = own_rows(mb)
-    hidden_M = copies.take(hidden[:, 0])  # [M, h]
-    targets_M = mb.targets[0].index_select(0, rows_M).long()
+    return copies.take(hidden[:, 0]), rows_M, own_M
 
-    dtype = torch.float32 if model.fp32_head else weight.dtype
-    if not hidden.is_cuda:  # a CPU has no product of bf16 that gives fp32
-        hidden_M, weight = hidden_M.to(dtype), weight.to(dtype)
-    fused = model.config.gradient_accumulation_fusion
-    first = mpu.get_tensor_model_parallel_rank() * len(weight)  # id of this rank's first row
-    cuts = nucleus.places(mb, own_M, first, len(weight), LOGITS_CHUNK) if "nuclei" in mb.replay else None
-    logp_M, entropy_M = head(hidden_M, weight, targets_M, temperature, with_entropy, dtype, fused, cuts, model.matches)
-    return to_row(logp_M, rows_M, mb), to_row(entropy_M, rows_M, mb)
+
+def all_hidden_rows(model, hidden, mb, on=None):
+    """The hidden states of all positions with mask 1, in their order, on every context-parallel rank; → [mb.rows, h] on
+    the device `on`, or where they are.
+    """
+    hidden_M, _, own_M = hidden_rows(model, hidden, mb)
+    places = to_device(torch.from_numpy(np.flatnonzero(own_M)), hidden.device)
+    whole = hidden_M.new_zeros(len(own_M), hidden_M.shape[1]).index_copy(0, places, hidden_M)
+    whole = reduce_from_tensor_model_parallel_region(whole, group=mpu.get_context_parallel_group())
+    return whole if on is None else whole.to(on)
+
+
+def chunk_size(rows, others):
+    """Positions of a chunk of logits with `rows` columns; where models are compared, fewer of a large vocabulary."""
+    return max(min(LOGITS_CHUNK, COMPARED // rows), 1) if others else LOGITS_CHUNK
 
 
 def own_rows(mb):
@@ -89,18 +139,25 @@ class HeadLogp(torch.autograd.Function):
     and the backward pass does not. With `fused` the weight's gradient is added to main_grad here, as Megatron's linear
     layers do with gradient_accumulation_fusion. `cuts` has, for each chunk, the places of the logits that have a
     probability (nucleus.places); None means all have one. With `matches` the forward pass is vLLM's (matched.py).
+
+    `others` are models that the policy is compared with (divergence.py). Each adds three values, [M] fp32: the policy's
+    divergence from it, which is differentiable, its log-prob of the target and its entropy.
     """
 
     @staticmethod
-    def forward(ctx, hidden_M, weight, targets_M, temperature, with_entropy, dtype, fused, cuts=None, matches=False):
+    def forward(
+        ctx, hidden_M, weight, targets_M, temperature, with_entropy, dtype, fused, cuts=None, matches=False, others=()
+    ):
         ctx.set_materialize_grads(False)  # None for an entropy that is only reported: no pass is spent on its gradient
         group = mpu.get_tensor_model_parallel_group()
         local_M = targets_M - group.rank() * len(weight)
-        ctx.temperature, ctx.dtype, ctx.fused, ctx.matches = temperature, dtype, fused, matches
-        ctx.chunks = [slice(n, n + LOGITS_CHUNK) for n in range(0, max(len(hidden_M), 1), LOGITS_CHUNK)]
+        ctx.temperature, ctx.dtype, ctx.fused, ctx.matches, ctx.others = temperature, dtype, fused, matches, others
+        size = chunk_size(len(weight), others)
+        ctx.chunks = [slice(n, n + size) for n in range(0, max(len(hidden_M), 1), size)]
         ctx.cuts = cuts or [None] * len(ctx.chunks)
+        ctx.known = []  # of each chunk: Known of each of the others
 
-        stats = []
+        stats, of_others = [], []
         for chunk, cut in zip(ctx.chunks, ctx.cuts, strict=True):
             ctx.logits = None  # frees those of the chunk before
             ctx.logits = head_logits(hidden_M[chunk], weight, dtype, cut, matches)
@@ -108,16 +165,26 @@ class HeadLogp(torch.autograd.Function):
                 stats.append(matched.logp_stats(ctx.logits, targets_M[chunk], temperature, with_entropy))
             else:
                 stats.append(logits_stats(ctx.logits, local_M[chunk], temperature, with_entropy))
+            known = []
+            if others:
+                whole = stats[-1] if matches else join_stats(stats[-1], local_M[chunk], len(weight), group)
+                values, known = compare(others, ctx.logits, whole, chunk, local_M[chunk], temperature, cut, group)
+                of_others.append(values)
+            ctx.known.append(known)
         stats = torch.cat(stats, dim=1)
 
         if not matches:
             stats = join_stats(stats, local_M, len(weight), group)
         logp_M, entropy_M, max_M, log_z_M = stats
         ctx.save_for_backward(weight, hidden_M, local_M, max_M, log_z_M, entropy_M)
-        return logp_M, entropy_M
+        if not others:
+            return logp_M, entropy_M
+        of_others = torch.cat(of_others, dim=1).unbind()
+        ctx.mark_non_differentiable(*(values_M for n, values_M in enumerate(of_others) if n % 3))
+        return logp_M, entropy_M, *of_others
 
     @staticmethod
-    def backward(ctx, grad_logp_M, grad_entropy_M):
+    def backward(ctx, grad_logp_M, grad_entropy_M, *grads_M):
         weight, hidden_M, *known = ctx.saved_tensors
         known.append(grad_logp_M)
         if grad_entropy_M is not None:
@@ -125,12 +192,24 @@ class HeadLogp(torch.autograd.Function):
         grad_hidden_M, grad_weight = torch.empty_like(hidden_M), None
 
         # From the last chunk, whose logits are still there.
-        for chunk, cut in zip(reversed(ctx.chunks), reversed(ctx.cuts), strict=True):
+        for number in reversed(range(len(ctx.chunks))):
+            chunk, cut = ctx.chunks[number], ctx.cuts[number]
             logits, ctx.logits = ctx.logits, None
             if logits is None:
                 logits = head_logits(hidden_M[chunk], weight, ctx.dtype, cut, ctx.matches)
+
+            # The policy's own gradient is written over the logits, so it comes last.
+            of_others = []
+            for other, of_other, grad_M in zip(ctx.others, ctx.known[number], grads_M[::3], strict=True):
+                if grad_M is not None:
+                    other_logits = head_logits(other.hidden_M[chunk], other.weight, ctx.dtype, cut, other.matches)
+                    grad = divergence_grad(other, logits, other_logits, of_other, grad_M[chunk], ctx.temperature)
+                    of_others.append(grad)
+
             rows = [values_M[chunk] for values_M in known]
             grad = logits_grad(logits, *rows, temperature=ctx.temperature, dtype=weight.dtype)
+            for other_grad in of_others:
+                grad.add_(other_grad)
 
             grad_hidden_M[chunk] = grad @ weight
             if ctx.needs_input_grad[1] and ctx.fused:
@@ -144,7 +223,24 @@ class HeadLogp(torch.autograd.Function):
             weight.grad_added_to_main_grad = True
             is_tied = getattr(weight, "zero_out_wgrad", False)  # the embedding's gradient is added then
             grad_weight = None if is_tied else torch.empty_like(weight)
-        return grad_hidden_M, grad_weight, *[None] * 7
+        return grad_hidden_M, grad_weight, *[None] * 8
+
+
+def compare(others, logits, stats, chunk, local_M, temperature, cut, group):
+    """The three values of each of the other models at the positions of a chunk, [3 others, M], and what is known of it.
+
+    `stats` [4, M] are those of the policy's `logits`, over the whole vocabulary.
+    """
+    values, known = [], []
+    for other in others:
+        other_logits = head_logits(other.hidden_M[chunk], other.weight, logits.dtype, cut, other.matches)
+        own = logits_stats(other_logits, local_M, temperature, True)
+        logq_M, entropy_M, *scale = join_stats(own, local_M, other_logits.shape[1], group)
+        divergence_M, found = diverge(other, logits, other_logits, Known(*stats[2:], *scale), temperature, group)
+        values += [divergence_M, logq_M, entropy_M]
+        known.append(found)
+        del other_logits  # before the next one's
+    return torch.stack(values), known
 
 
 def head_logits(hidden_M, weight, dtype, cut, matches):

@@ -12,7 +12,7 @@ from pathlib import Path
 from safetensors import safe_open
 
 import megatron_bridge as bridge
-from config import LoraConfig, UserError
+from config import AlgoConfig, LoraConfig, UserError
 from grpo.parts.base import versions
 from grpo.parts.base.hf_folder import QUANTISED, UNTRAINED, check_found, read_config, safetensor_files, show_kind
 from grpo.parts.base.ranks import is_first_rank, say
@@ -99,6 +99,26 @@ def check_what_is_learned(cfg):
     )
 
     require(
+        a.teacher or a.teacher_kl == "sampled",
+        f"algo.teacher_kl={a.teacher_kl} needs the model that teaches, in algo.teacher; or leave it out",
+    )
+    require(
+        a.teacher_kl != "sampled" or a.teacher_top_k == 0,
+        f"algo.teacher_top_k={a.teacher_top_k} has no effect with algo.teacher_kl=sampled, which looks at the sampled "
+        "token alone; use teacher_kl=reverse, forward or jsd, or 0",
+    )
+    require(
+        a.teacher_kl == "jsd" or a.teacher_beta == AlgoConfig().teacher_beta,
+        f"algo.teacher_beta={a.teacher_beta:g} has no effect with algo.teacher_kl={a.teacher_kl}; leave it out, or use "
+        "algo.teacher_kl=jsd",
+    )
+    require(
+        a.kl != "full" or (a.kl_coef > 0 and a.kl_in == "loss"),
+        "algo.kl=full is a term of the loss with algo.kl_coef above 0: over the whole vocabulary a KL has a gradient, "
+        "and no part in a reward; use algo.kl_in=loss, or k1, k2, k3, k3+",
+    )
+
+    require(
         cfg.lora.rank > 0 or cfg.lora == LoraConfig(),
         "lora.rank=0: there are no adapters, so lora.alpha and lora.targets have no effect; give them a rank",
     )
@@ -172,11 +192,6 @@ def check_sampling(cfg):
         versions.numbers(found) >= (0, 32) or r.max_logp_gap is not None,
         f"{cut}: vLLM {found} does not say which tokens it draws from, so its log-probs are of the cut distribution "
         "and the trainer's of the full one. Use vLLM 0.32, 1 and -1, or rollout.max_logp_gap=inf to train anyway",
-    )
-    require(
-        a.teacher is None,
-        f"{cut}: the policy's log-probs are over the tokens it draws from, but algo.teacher={a.teacher} has log-probs "
-        "over all tokens, so that their difference is no KL. Use 1 and -1",
     )
 
 
