@@ -150,8 +150,8 @@ UNSEEN = [
         setting="bf16, schedules"),
     Exhibit("entropy_of_the_uncut", "the entropy is that of the distribution before the cut of top_p",
         "grpo.parts.model.head:token_logprobs", "logp_T, entropy_T, *of_others =", "other, entropy_M = "
-        "model.output_layer(hidden_M, weight, targets_M, temperature, with_entropy, dtype, fused, None, model.matches); "
-        "found = found[0], entropy_M + 0 * other; logp_T, entropy_T, *of_others =",
+        "model.output_layer(hidden_M, weight, targets_M, temperature, with_entropy, dtype, fused, None, "
+        "model.matches); found = found[0], entropy_M + 0 * other; logp_T, entropy_T, *of_others =",
         setting="bf16, top_p"),
     Exhibit("reference_uncut", "the reference's log-probs are of the distribution before the cut of top_p",
         "grpo.step.records:Batch.for_other_weights", "for name, kind in self.replay.items()}",
