@@ -4,6 +4,7 @@ Rounding in bf16 hides what is wrong by less than a tenth. In fp32 it hides almo
 same family has the same code. A run in fp16 also has a twin in fp16, whose gradients are scaled as its own.
 """
 
+import atexit
 import json
 import math
 import os
@@ -13,8 +14,9 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,6 +24,7 @@ import transformers
 import yaml
 
 from grpo.parts.base.hf_folder import local_folder
+from grpo.parts.base.memory import host_free_bytes
 from oracle.repeat import repeat
 from oracle.report import Report
 from oracle.run import Recorded, read_run
@@ -29,6 +32,7 @@ from oracle.run import Recorded, read_run
 DTYPES = {"bf16": ["fp32"], "fp16": ["fp32", "fp16"], "fp32": []}  # of a run → of its twins
 SECONDS = 600  # that a twin may take
 MOST_RANKS = 8
+A_RANK = 4 * 2**30  # bytes that a rank of a twin may need, with its vLLM
 STOP = "m"  # in every tenth token of large vocabularies, so that some answers are finished and others truncated
 UNEVEN = (  # fields of Megatron-core that say which stage has which of the run's layers
     "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage", "pipeline_model_parallel_layout",
@@ -62,49 +66,74 @@ class Twin:
         return self.report.verdict(mine)
 
 
-def judge_twins(run: Recorded, start: Callable | None):
-    """Start each twin of a run, by `start(config.yaml, ranks, file for what is printed)`, and repeat it."""
-    return [judge_twin(run, dtype, start) for dtype in DTYPES[run.cfg.model.dtype]]
+def begin_twins(run: Recorded, start: Callable | None) -> Iterator[Callable[[], Twin]]:
+    """Begin each twin of a run, when it is asked for, by `start(config.yaml, ranks, file for what is printed)`, which
+    returns a function that waits for the exit code. Yields functions that wait for a twin and repeat it.
+    """
+    for dtype in DTYPES[run.cfg.model.dtype]:
+        yield begin_twin(run, dtype, start)
 
 
-def judge_twin(run, dtype, start):
-    """The Twin of a run in this dtype."""
+def begin_twin(run, dtype, start):
+    """Begin the twin of a run in this dtype; a function that returns it."""
     name = f"twin in {dtype}"
     if start is None:
-        return Twin(name, missing="by --no-twin")
+        return partial(Twin, name, missing="by --no-twin")
     ranks = ranks_of(run.cfg)
     if ranks > MOST_RANKS:
-        return Twin(name, missing=f"its layout needs {ranks} ranks")
+        return partial(Twin, name, missing=f"its layout needs {ranks} ranks")
 
-    with tempfile.TemporaryDirectory(prefix="twin_") as folder:
-        folder = Path(folder)
-        try:
-            cfg = write_twin(run, dtype, folder)
-        except Exception as error:  # of transformers, for a model that is missing or strange
-            return Twin(name, missing=" ".join(str(error).split())[:160])
-        code = start(folder / "config.yaml", ranks, folder / "printed.txt")
-        if code == 0:
-            return Twin(name, repeat(read_run(Path(cfg["output_dir"]))))
-        said = last_error((folder / "printed.txt").read_text(errors="replace"))
+    folder = tempfile.TemporaryDirectory(prefix="twin_")
+    path = Path(folder.name)
+    try:
+        write_twin(run, dtype, path)
+    except Exception as error:  # of transformers, for a model that is missing or strange
+        return partial(Twin, name, missing=" ".join(str(error).split())[:160])
+    return partial(end_twin, name, folder, start(path / "config.yaml", ranks, path / "printed.txt"))
+
+
+def end_twin(name, folder, wait):
+    """The Twin that trains in a temporary folder, once it has ended."""
+    with folder as path:
+        if wait() == 0:
+            return Twin(name, repeat(read_run(Path(path, "out"))))
+        said = last_error(Path(path, "printed.txt").read_text(errors="replace"))
     return Twin(name, fault=said) if said.startswith("step ") else Twin(name, missing=said)
 
 
+def has_room(run):
+    """Whether all twins may train beside the repetition: on CPUs, in half of the memory that is free."""
+    needed = A_RANK * ranks_of(run.cfg) * len(DTYPES[run.cfg.model.dtype])
+    return not torch.cuda.is_available() and needed < host_free_bytes() / 2
+
+
 def torchrun(config, ranks, printed):
-    """Train with the checkout's train_grpo.py; the exit code."""
+    """Train with the checkout's train_grpo.py; returns a function that waits for the exit code."""
     script = Path(__file__).resolve().parent.parent / "train_grpo.py"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=localhost"]
     command += [f"--nproc_per_node={ranks}", str(script), "--config", str(config)]
     env = {"OMP_NUM_THREADS": "1"} | os.environ
     with printed.open("w") as out:
         process = subprocess.Popen(command, stdout=out, stderr=out, env=env, start_new_session=True)
-        try:
-            return process.wait(SECONDS)
-        except subprocess.TimeoutExpired:
+    atexit.register(stop, process)
+    return partial(exit_code, process, printed)
+
+
+def exit_code(process, printed):
+    """Wait for the exit code of a torchrun; 1 after too long."""
+    try:
+        return process.wait(SECONDS)
+    except subprocess.TimeoutExpired:
+        with printed.open("a") as out:
             out.write(f"error: it took more than {SECONDS} s\n")
-            return 1
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
+        stop(process)
+        return 1
+
+
+def stop(process):
+    """Kill a torchrun and its ranks, if it still runs."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def last_error(text):
@@ -128,7 +157,7 @@ def ranks_of(cfg):
 
 
 def write_twin(run, dtype, folder):
-    """Write the model, the reward and config.yaml of a twin into a folder; returns the configuration, a tree."""
+    """Write the model, the reward and config.yaml of a twin into a folder, in which it writes to out/."""
     cfg = run.cfg
     tree = cfg.model_dump()
     tree |= {"output_dir": str(folder / "out"), "resume": "none", "log": {}, "profile": {}}
@@ -165,7 +194,6 @@ def write_twin(run, dtype, folder):
         "save_every": 0, "export_every": 1, "offload": None if cfg.train.offload == "optimizer" else cfg.train.offload,
     }  # fmt: skip
     (folder / "config.yaml").write_text(yaml.safe_dump(tree))
-    return tree
 
 
 # ---------------------------------------------------------------- the model

@@ -22,7 +22,7 @@ import transformers
 from oracle.repeat import repeat
 from oracle.report import ITEMS
 from oracle.run import read_run
-from oracle.twin import judge_twins, torchrun
+from oracle.twin import begin_twins, has_room, torchrun
 
 
 def main(argv) -> int:
@@ -46,10 +46,14 @@ def main(argv) -> int:
     except ValueError as error:
         print(" ".join(str(error).split()))
         return 2
+    twins = begin_twins(run, None if args.no_twin else torchrun)
+    if has_room(run):
+        twins = list(twins)  # all begin
     report = repeat(run, with_vllm=True)
     code, words = report.verdict(mine)
     print(report.table(mine))
-    for twin in judge_twins(run, None if args.no_twin else torchrun):
+    for end in twins:
+        twin = end()
         its_code, its_words = twin.verdict(mine)
         print(f"{twin.name:14}{its_words}")
         code = 1 if 1 in (code, its_code) else max(code, its_code)

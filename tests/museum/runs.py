@@ -15,7 +15,7 @@ import pyarrow.parquet
 
 from oracle.repeat import repeat
 from oracle.run import read_run
-from oracle.twin import judge_twins
+from oracle.twin import begin_twins
 from tests.conftest import REPO, ForkedTraining, write_rows
 from tests.museum import VARIABLE, Exhibit
 from tests.museum.exhibits import EXHIBITS
@@ -115,7 +115,8 @@ class Museum:
         message = words if code == 3 else report.first
         text = report.table()
         parted = set(report.parted())
-        for twin in [] if code == 1 else judge_twins(run, partial(self.start_twin, mutant)):
+        for end in [] if code == 1 else begin_twins(run, partial(self.start_twin, mutant)):
+            twin = end()
             code, words = twin.verdict()
             text += f"\n{twin.name}: {words}"
             if code:
@@ -125,9 +126,10 @@ class Museum:
         return Outcome("check" if parted else "nothing", 0, message, text, parted)
 
     def start_twin(self, mutant, config, ranks, printed):
-        """Train a twin with an exhibit or without; the exit code."""
+        """Train a twin with an exhibit or without; a function that returns the exit code."""
         settings = {"nproc": ranks, VARIABLE: mutant}
-        return self.server.run(printed, REPO / "tests/museum/announced.py", "--config", str(config), **settings)
+        code = self.server.run(printed, REPO / "tests/museum/announced.py", "--config", str(config), **settings)
+        return lambda: code
 
     def fork(self, name):
         """What stopped a run of a fork of FORKS or its resume, or else what `make check` says of it."""

@@ -1,6 +1,7 @@
 """What bf16 and fp16 hide is found: by twins in fp32, and by how far weights went along the way they should go."""
 
 import json
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -60,7 +61,8 @@ def test_a_twin_has_the_configuration_of_its_run_but_what_makes_it_small(tmp_pat
     write_rows(tmp_path / "rollouts/step_000001.jsonl", [{"prompt_ids": [1] * length} for length in (3, 5, 9)])
 
     seen = []
-    twins = twin.judge_twins(Recorded(tmp_path, cfg, {}, [1], []), lambda *given: seen.append(read(*given)) or 1)
+    begun = twin.begin_twins(Recorded(tmp_path, cfg, {}, [1], []), lambda *given: partial(read, seen, *given))
+    twins = [end() for end in begun]
     assert [(one.name, one.missing) for one in twins] == [("twin in fp32", "no GPU"), ("twin in fp16", "no GPU")]
     (small, model, ranks), _ = seen
     assert ranks % 2 == 0 and small.model.dtype == "fp32" and model["num_hidden_layers"] == 2
@@ -68,12 +70,13 @@ def test_a_twin_has_the_configuration_of_its_run_but_what_makes_it_small(tmp_pat
     assert (small.rollout.prompts_per_step, small.data.max_prompt_tokens, small.algo.overlong_buffer) == (8, 5, 16)
 
 
-def read(config, ranks, printed):
-    """What a starter is given, a configuration that keeps all rules; it prints an error."""
+def read(seen, config, ranks, printed):
+    """Add to `seen` what a starter is given, a configuration that keeps all rules; print an error."""
     printed.write_text("error: no GPU\n")
     cfg = load_config(str(config), [])
     configuration.check_config(cfg, ranks)
-    return cfg, json.loads((config.parent / "model/config.json").read_text()), ranks
+    seen.append((cfg, json.loads((config.parent / "model/config.json").read_text()), ranks))
+    return 1
 
 
 def test_what_a_twin_says():
