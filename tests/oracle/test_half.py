@@ -1,6 +1,7 @@
 """What bf16 and fp16 hide is found: by twins in fp32, and by how far weights went along the way they should go."""
 
 import json
+import math
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,10 +13,12 @@ import transformers
 from grpo.parts.base.read_config import load_config
 from grpo.run.preflight import configuration
 from oracle import twin
-from oracle.exports import judge_weights
+from oracle.exports import ELEMENTS, judge_weights, tensor_problem
 from oracle.models import Model, read_weights, rounded
 from oracle.report import ITEMS, Report
 from oracle.run import Recorded
+from oracle.trainer import Scored, known_loss
+from oracle.updates import judge_scale
 from tests import hub_models
 from tests.conftest import tiny_config, tiny_model, write_rows
 
@@ -186,3 +189,61 @@ def test_the_tensors_that_move_as_ours_are_still_judged(doubt):
     assert "slope: weights on ours" in report.table() and state.theirs == {"one", "other"}
     judge(state, updates())
     assert "no tensor moves as ours does" in report.items["weights"].notes
+
+
+def test_a_tensor_is_judged_by_itself_if_enough_of_its_elements_make_its_way():
+    """Of fp32 three: the decay rates of linear attention have one for each head."""
+    for dtype, enough in ELEMENTS.items():
+        for count in (enough - 1, enough):
+            own = torch.cat([torch.ones(count), torch.full((9,), 1e-6)]).double()
+            problem = tensor_problem("A_log", enough, own * 0, own)
+            assert ("A_log moved 0.00 times as far" in problem) == (count == enough), (dtype, count)
+
+
+# ---------------------------------------------------------------- clips and scales
+
+
+def test_a_shadow_has_on_the_other_side_of_a_clip_what_rounding_may_turn():
+    """Tokens whose ratios are just below a bound, just above it, and far from it."""
+    algo = tiny_config("algo.entropy_coef=0").algo
+    bound = math.log(1 + algo.clip_high)
+    logp = torch.tensor([bound - 1e-4, bound + 1e-4, bound - 0.1, bound + 0.1])
+    zero = torch.zeros(4)
+    row = {"response_ids": [1] * 4, "prompt_ids": [1], "turns": [4], "rollout_logp": [0.0] * 4}
+    for shift, clipped in {0.0: [0, 1, 0, 1], 1e-3: [1, 0, 0, 1], 1e-5: [0, 1, 0, 1]}.items():
+        policy = logp.clone().requires_grad_()
+        a = Scored(row, [0, 1, 2, 3], True, zero, None, {}, old=zero, token_advantages=zero + 1, shift=shift)
+        loss, sums = known_loss(algo)(a, zero + 1, policy, zero)
+        loss.backward()
+        assert (policy.grad == 0).tolist() == [bool(value) for value in clipped], shift
+        assert sums["clipped"] == sum(clipped)
+
+
+SCALES = {  # keys, then (scale, whether the gradient overflowed) of updates in a row → the update that parts
+    ((), (8.0, False), (8.0, False), (16.0, False)): None,
+    ((), (8.0, False), (4.0, False)): 2,
+    ((), (8.0, False), (32.0, False)): 2,
+    ((), (8.0, True), (4.0, True), (2.0, False)): None,
+    ((), (8.0, True), (8.0, False)): 2,
+    ((), (8.0, True), (16.0, False)): 2,
+    (("megatron.hysteresis=2",), (8.0, True), (8.0, True), (4.0, False)): None,
+    (("megatron.min_loss_scale=8",), (8.0, True), (8.0, False)): None,
+    (("megatron.loss_scale=8",), (8.0, True), (8.0, False)): None,
+    (("megatron.loss_scale=8",), (8.0, True), (4.0, False)): 2,
+}
+
+
+@pytest.mark.parametrize("case", SCALES)
+def test_the_loss_scale_of_fp16_is_halved_after_an_overflow_alone(case):
+    keys, *updates = case
+    cfg = tiny_config("model.dtype=fp16", *keys)
+    report = Report(Recorded(Path(), cfg, {}, [1], []))
+    state = SimpleNamespace(cfg=cfg, report=report, scale=None)
+    parted = []
+    for number, (scale, overflowed) in enumerate(updates, 1):
+        line = {"update": number, "loss_scale": scale, "grad_norm": None if overflowed else 1.0, "loss": 0.5}
+        judge_scale(state, line)
+        if report.parted() and not parted:
+            parted.append(number)
+            assert f"update {number} has the loss scale {scale:g}" in report.first, report.first
+    assert parted == [SCALES[case]] * (SCALES[case] is not None)
