@@ -23,8 +23,8 @@ CHANCE = 1e-6  # that rounding turns as many answers or more
 SECONDS = 600  # at most, of vLLM
 
 
-def ask(state):
-    """Start a vLLM that answers some requests again. Returns (its future, the requests), or None and a note why."""
+def ask(state, engine):
+    """Have `engine` answer some requests again, beside. Returns (its future, the requests), or None and a note why."""
     cfg = state.cfg
     run = state.run
     if state.trainer is None or state.tokenizer is None:
@@ -48,10 +48,21 @@ def ask(state):
     if cfg.model.fp32_head:
         options["hf_overrides"] = {"head_dtype": "float32"}
     job = {"dtype": cfg.model.dtype, "options": options | cfg.rollout.vllm, "models": models}
-    how = {"input": json.dumps(job), "capture_output": True, "text": True, "timeout": SECONDS}
+    return ThreadPoolExecutor(1).submit(engine, job), requests
+
+
+def own_process(job):
+    """What the vLLM of engine.py answers, in a process of its own. Raises ValueError."""
     command = [sys.executable, "-m", "oracle.engine"]
-    running = ThreadPoolExecutor(1).submit(subprocess.run, command, cwd=Path(__file__).parent.parent, **how)
-    return running, requests
+    how = {"cwd": Path(__file__).parent.parent, "capture_output": True, "text": True, "timeout": SECONDS}
+    try:
+        done = subprocess.run(command, input=json.dumps(job), **how)
+    except subprocess.TimeoutExpired:
+        raise ValueError(f"vLLM took longer than {SECONDS} s") from None
+    if done.returncode:
+        *_, line = done.stderr.strip().splitlines() or [""]
+        raise ValueError(f"vLLM says {line[:160]}")
+    return json.loads(done.stdout)
 
 
 def asked_of(state, step):
@@ -101,14 +112,10 @@ def judge_again(state, asked):
     report = state.report
     running, requests = asked
     try:
-        done = running.result()
-    except subprocess.TimeoutExpired:
-        return report.note("sampling", f"asked again: vLLM took longer than {SECONDS} s")
-    if done.returncode:
-        *_, line = done.stderr.strip().splitlines() or [""]
-        return report.note("sampling", f"asked again: vLLM says {line[:160]}")
+        answers = [answer for model in running.result() for answer in model]
+    except ValueError as error:
+        return report.note("sampling", f"asked again: {error}")
 
-    answers = [answer for model in json.loads(done.stdout) for answer in model]
     problem, report.step = difference(requests, answers, state.cfg.model.dtype)
     report.say("sampling", problem, len(answers))
 

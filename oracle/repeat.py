@@ -4,6 +4,7 @@ Rows are answers as rollouts/ has them, lines what it has of updates; `state` is
 """
 
 from collections import Counter
+from collections.abc import Callable
 
 from oracle import again, algorithm, updates
 from oracle.answers import judge_answers, judge_evaluation, judge_groups, judge_odds, judge_order, judge_rewards
@@ -18,11 +19,13 @@ from oracle.state import OF_UPDATE, State
 from oracle.trainer import scored
 
 
-def repeat(run: Recorded, with_vllm=False):
-    """Repeat the steps of a run and compare all that it recorded, `with_vllm` some of its answers with vLLM's too."""
+def repeat(run: Recorded, engine: Callable | None = None):
+    """Repeat the steps of a run and compare all that it recorded, and some of its answers with what an `engine` such as
+    again.own_process answers to the same requests.
+    """
     report = Report(run)
     state = State(run, report)
-    asked = again.ask(state) if with_vllm else None
+    asked = again.ask(state, engine) if engine else None
     judge_evaluation(state, run.rollouts(0, "eval"))
     for step in run.steps:
         report.step = step

@@ -48,7 +48,7 @@ class ForkServer:
         """Start the process, which imports meanwhile; a run does so where it is not running."""
         env = {**os.environ, **self.settings, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}  # CUDA must not start before a fork
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        self.process = subprocess.Popen([sys.executable, "-u", __file__], cwd=processes.REPO, env=env, **pipes)
+        self.process = subprocess.Popen([sys.executable, "-P", "-u", __file__], cwd=processes.REPO, env=env, **pipes)
 
     def run(self, printed, script, *arguments, nproc, seconds=600, **env):
         """Run `script` on `nproc` ranks with what torchrun tells them, and `env`; returns 0, or 1 if a rank failed.

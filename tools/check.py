@@ -19,6 +19,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # vLLM computes beside: thr
 import torch
 import transformers
 
+from oracle import again
 from oracle.repeat import repeat
 from oracle.report import ITEMS
 from oracle.run import read_run
@@ -49,7 +50,7 @@ def main(argv) -> int:
     twins = begin_twins(run, None if args.no_twin else torchrun)
     if has_room(run):
         twins = list(twins)  # all begin
-    report = repeat(run, with_vllm=True)
+    report = repeat(run, again.own_process)
     code, words = report.verdict(mine)
     print(report.table(mine))
     for end in twins:

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import json
 import os
 import re
 import shutil
@@ -21,8 +22,10 @@ from tests.museum import VARIABLE, Exhibit
 from tests.museum.exhibits import EXHIBITS
 from tests.museum.forks import FORKS
 from tests.museum.settings import COMMON, SETTINGS
+from tests.museum.unseen import UNSEEN
 
 PAGE = REPO / "docs/dev/museum.md"
+TABLE = "| bugs | the run | `make check` | a test | nothing |"  # the first line of its score
 # A template with a header, and with an opening of the answer
 CHAT = "{% for message in messages %}<{{ message['content'] }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
 LINEAR = {  # the sizes of linear attention that vLLM can compute on a CPU
@@ -107,7 +110,7 @@ class Museum:
             run = read_run(self.out(setting, mutant))
             report = repeat(run)
             if not report.parted() and can_ask_again(setting, mutant):
-                report = repeat(run, with_vllm=True)
+                report = repeat(run, self.engine)
         except ValueError as error:  # a folder that cannot be judged
             return Outcome("check", 0, str(error))
 
@@ -130,6 +133,16 @@ class Museum:
         settings = {"nproc": ranks, VARIABLE: mutant}
         code = self.server.run(printed, REPO / "tests/museum/announced.py", "--config", str(config), **settings)
         return lambda: code
+
+    def engine(self, job):
+        """What a healthy vLLM answers, forked from the server."""
+        file, answers = self.folder / "job.json", self.folder / "answers.json"
+        file.write_text(json.dumps(job))
+        printed = self.folder / "engine.txt"
+        script = REPO / "tests/museum/engine.py"
+        if self.server.run(printed, script, str(file), str(answers), nproc=1):
+            raise ValueError(printed.read_text())
+        return json.loads(answers.read_text())
 
     def fork(self, name):
         """What stopped a run of a fork of FORKS or its resume, or else what `make check` says of it."""
@@ -203,34 +216,42 @@ def healthy(setting):
 
 
 def write_page(outcomes: dict[str, Outcome], controls: dict[str, Outcome]):
-    """docs/dev/museum.md, whose head stays, from {exhibit: outcome} and {setting: outcome without an exhibit}."""
+    """docs/dev/museum.md, whose head stays, from {exhibit: outcome} and {setting: outcome without an exhibit}.
+
+    An exhibit that was not run, since it needs equal bits, has what its record says.
+    """
+    outcomes = {name: outcomes.get(name) or Outcome(e.seen, 0, e.message) for name, e in EXHIBITS.items()}
     alike = {}  # exhibits whose messages begin alike are one list
-    for name, exhibit in EXHIBITS.items():
-        outcome = outcomes[name]
+    for name, outcome in outcomes.items():
         begin = outcome.message if outcome.seen == "test" else re.sub(r"\d+", "n", outcome.message)[:25]
-        alike.setdefault((outcome.seen, outcome.step, begin), []).append((exhibit, outcome))
-    head = PAGE.read_text().partition("**")[0]
+        alike.setdefault((outcome.seen, outcome.step, begin), []).append((EXHIBITS[name], outcome))
+    head = PAGE.read_text().partition(TABLE)[0]
     return f"{head}{score(outcomes, controls)}\n" + "".join(paragraph(group) for group in alike.values())
 
 
 def score(outcomes: dict[str, Outcome], controls: dict[str, Outcome]):
-    """How many failures are noticed by whom."""
-    count = {seen: sum(outcome.seen == seen for outcome in outcomes.values()) for seen in RANKING}
+    """A table of how many failures are noticed by whom, and a sentence on the runs without one."""
+    rows = [TABLE, "|---|---|---|---|---|"]
+    unseen = {exhibit.name for exhibit in UNSEEN}
+    for which, names in {"all": outcomes.keys(), "`unseen.py`": unseen}.items():
+        seen = [outcomes[name].seen for name in names]
+        by = [seen.count("run") + seen.count("start"), *(seen.count(who) for who in ("check", "test", "nothing"))]
+        rows.append(f"| {which}, {len(names)} | {' | '.join(map(str, by))} |")
+    starts = sum(outcome.seen == "start" for outcome in outcomes.values())
     steps = [outcome.step for outcome in outcomes.values() if outcome.seen == "run"]
     other = sum(outcome.seen != healthy(setting) for setting, outcome in controls.items())
-    by_run = count["run"] + count["start"]
-    return (
-        f"**{by_run} of {len(outcomes)} are noticed by the run itself: {count['start']} before the first step, "
-        f"{steps.count(1)} in step 1, {sum(step > 1 for step in steps)} later. `make check` on the folder notices "
-        f"{count['check']} more, a test {count['test']}, nothing {count['nothing']}. Of {len(controls)} runs without a "
-        f"bug, {other} were stopped or did not agree.**"
+    return "\n".join(rows) + (
+        f"\n\nThe run notices {starts} before the first step, {steps.count(1)} in step 1, "
+        f"{sum(step > 1 for step in steps)} later, {steps.count(0)} with equal bits alone. Of {len(controls)} runs "
+        f"without a bug, {other} were stopped or did not agree."
     )
 
 
 def paragraph(alike: list[tuple[Exhibit, Outcome]]):
     """The list of some exhibits, below the message of the first."""
     _, outcome = alike[0]
-    by = {"run": f"the run in step {outcome.step}", "start": "the start", "check": "`make check`", "test": "a test"}
+    step = f"in step {outcome.step}" if outcome.step else "with equal bits alone"
+    by = {"run": f"the run {step}", "start": "the start", "check": "`make check`", "test": "a test"}
     message = outcome.message
     if len(message) > 160:
         message = message[:157] + "..."
