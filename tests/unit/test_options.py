@@ -94,7 +94,7 @@ def test_gradients_that_products_add_to_main_grad_are_the_same(world, tmp_path, 
     assert added
 
 
-@pytest.mark.parametrize("family", ["qwen2_moe", pytest.param("qwen2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", ["qwen2", pytest.param("qwen2_moe", marks=pytest.mark.slow)])
 def test_offloaded_activations_change_no_bit(world, tmp_path, monkeypatch, family):
     """Also those that are recomputed; every activation of a tiny model is small."""
     packed = []
@@ -130,7 +130,7 @@ def test_options_change_no_update_of_two_ranks(fork_server, tmp_path):
             for size in sizes
             for name, overrides in {"plain": [], **chosen}.items()
         }
-        plans.append(make_plan(tmp_path / family, family, layouts=layouts))
+        plans.append(make_plan(tmp_path / family, family, layouts=layouts, compiled=True))
     for found in run_worker(fork_server, tmp_path, 2, *plans):
         for layout in found:
             check_same(found[f"{layout.split()[0]} plain"], found[layout])
