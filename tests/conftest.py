@@ -40,6 +40,12 @@ def pytest_addoption(parser):
     parser.addoption("--all-starts", action="store_true", help="all healthy runs of tests/faults, not some")
 
 
+def pytest_configure():
+    """Compute with one thread, as `make test` does: others would spin, and take the cores of ranks and of vLLM."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
+
+
 def pytest_generate_tests(metafunc):
     """The healthy runs of tests/faults: all with --all-starts, else one in EVERY of the module."""
     if "start" in metafunc.fixturenames and hasattr(metafunc.module, "STARTS"):
