@@ -3,9 +3,9 @@
     torchrun --nproc_per_node=4 tests/layout_worker.py PLANS.json
 
 A plan is {"overrides", "samples", "out", "layouts": {name: [overrides]}, "bins": [[sample numbers]], "reference",
-"compiled"}. If bins are given, they are the micro-batches of the update. With a reference, the folder of its weights, the
-loss has divergences from it and from algo.teacher. If it is not compiled, a CPU runs what Megatron compiles as it is, as
-in a run of train_grpo.py.
+"compiled"}. If bins are given, they are the micro-batches of the update. With a reference, the folder of its weights,
+the loss has divergences from it and from algo.teacher. If it is not compiled, a CPU runs what Megatron compiles as it
+is, as in a run of train_grpo.py.
 For each layout, rank 0 writes NAME.safetensors: "logp" [F] as the trainer scores it, "loss", "grad_norm", the gradients
 as "grad.<Hugging Face name>" (with adapters theirs, and "merged.<name>", the weights that were pushed), "load" per
 layer where there are experts, "shared" (positions that were not computed again), "held" [ranks, 4] (held_bytes), and

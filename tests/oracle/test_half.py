@@ -213,7 +213,7 @@ def test_a_shadow_has_on_the_other_side_of_a_clip_what_rounding_may_turn():
     for shift, clipped in {0.0: [0, 1, 0, 1], 1e-3: [1, 0, 0, 1], 1e-5: [0, 1, 0, 1]}.items():
         policy = logp.clone().requires_grad_()
         a = Scored(row, [0, 1, 2, 3], True, zero, None, {}, old=zero, token_advantages=zero + 1, shift=shift)
-        loss, sums = known_loss(algo)(a, zero + 1, policy, zero)
+        loss, sums = known_loss(algo)(a, zero + 1, policy, zero, {})
         loss.backward()
         assert (policy.grad == 0).tolist() == [bool(value) for value in clipped], shift
         assert sums["clipped"] == sum(clipped)
