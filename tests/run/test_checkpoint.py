@@ -151,26 +151,6 @@ def test_what_a_resumed_run_must_share(world, tmp_path, capsys):
         checkpoint.check_resumed(path, {**now, "train": {"steps": 2, "lr": 2.0}}, data)
 
 
-def test_weights_that_an_older_commit_stacked_over_the_layers(world, tmp_path):
-    whole = torch.arange(12.0).view(2, 3, 2)
-    parts = {"param.layers.fc.weight@0,0,0": whole[:1], "param.layers.fc.weight@1,0,0": whole[1:, :2]}
-    parts["param.layers.fc.weight@1,2,0"] = whole[1:, 2:]
-    parts = {name: part.contiguous() for name, part in parts.items()}
-    shapes = json.dumps(dict.fromkeys(parts, whole.shape))
-    save_file(parts, tmp_path / "rank_00000_000.safetensors", {"shapes": shapes})
-    keys = ["param.layers.0.fc.weight", "param.layers.1.fc.weight"]
-    wanted = {key: ShardedTensor.from_rank_offsets(key, torch.empty(3, 2)) for key in keys}
-    assert torch.equal(torch.stack(list(read_sharded(tmp_path, wanted).values())), whole)
-
-
-@pytest.mark.parametrize("was, warned", [("abc", 0), ("another formula", 1)])
-def test_a_fingerprint_of_another_formula_is_not_other_data(world, tmp_path, capsys, was, warned):
-    now = {"data": {"train": "a.jsonl"}, "train": {"steps": 9}}
-    path = saved(tmp_path, 3, "weight", data=was, config=now)
-    assert checkpoint.check_resumed(path, now, {"rows": "abc", "token ids": "2"}) == 3
-    assert capsys.readouterr().out.count("warning: ") == warned
-
-
 @pytest.mark.parametrize("key", ["lora.rank=4", "algo.kl_coef=0.1"])
 def test_a_resume_needs_the_same_initial_weights_wherever_they_are(world, tiny, tmp_path, key):
     """Adapters are added to them, and the reference has them; the same tensors may be elsewhere, in other files."""

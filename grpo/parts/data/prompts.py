@@ -23,7 +23,7 @@ from grpo.parts.base.require import require_data
 from grpo.parts.data import mixing, tokens
 from grpo.parts.data.tables import Table, concatenate, hold_small, read_tables, rows_between
 
-# "rows": prompts, hints, answers, sources and their order. Checkpoints keep these: a new formula needs a new name.
+# "rows": prompts, hints, answers, sources and their order. Checkpoints keep these.
 FINGERPRINTS = ("rows", "columns besides the prompt", "token ids")
 LARGE_BYTES = 16 * 2**20  # a rank keeps a smaller table in memory, and reads the rows of a larger one from its files
 

@@ -220,10 +220,8 @@ def check_resumed(path, config: dict, data: dict[str, str]):
     state = read_state(path)
     steps = config["train"]["steps"]
     was = state["data"]
-    if isinstance(was, str):  # of an older commit, whose formula may be another
-        was = {"rows": was} if was == data["rows"] else {}
     require(
-        was.get("rows", data["rows"]) == data["rows"],
+        was["rows"] == data["rows"],
         f"data.train={config['data']['train']}: not the prompts that {path} was trained on, so its position in "
         "them means nothing. Use the same data, or start a new run (resume=none) with model.path=an export in hf/",
     )
@@ -231,10 +229,8 @@ def check_resumed(path, config: dict, data: dict[str, str]):
 
     if is_first_rank():
         print(f"resume:  after step {state['step']}, from {path}")
-        if "rows" not in was:
-            print(f"warning: {path} is of another commit: its fingerprint of data.train cannot be compared")
-        for name in was:
-            if was[name] != data.get(name, was[name]):
+        for name in data:
+            if was[name] != data[name]:
                 print(f"         changed: data.train, {name}")
 
         was = dict(dotted_items({**state["config"], "resume": None}))
