@@ -42,21 +42,6 @@ def test_another_configuration_commit_and_other_data_of_a_machine_are_refused(mo
     ]
 
 
-@pytest.mark.parametrize(
-    "times, said",
-    [
-        ([("north", 100.0), ("north", 105.0), ("south", 100.9)], None),  # rank 1 is late
-        ([("north", 100.0), ("south", 97.5), ("south", 98.0)], "north is 2.5 s ahead of south's"),
-    ],
-)
-def test_clocks_of_machines_that_differ(monkeypatch, capsys, times, said):
-    monkeypatch.setattr(ranks, "gather", lambda own: times)
-    monkeypatch.setattr(machines.dist, "get_rank", lambda: 0)
-    machines.check_clocks()
-    out = capsys.readouterr().out
-    assert (said in out) if said else not out
-
-
 def test_a_missing_library_is_named(monkeypatch, tmp_path):
     """A library of torch, which asks for one by a name of the same length."""
     library = Path(torch._C.__file__).read_bytes().replace(b"libtorch_python.so", b"libnot_here3.so.12")

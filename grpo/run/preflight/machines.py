@@ -7,7 +7,6 @@ import os
 import shutil
 import socket
 import threading
-import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -24,7 +23,6 @@ from grpo.run.preflight.explain import HOST_MEMORY
 from grpo.step import teacher
 
 OF_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-CLOCKS_APART_S = 1.0  # of two machines: beyond it their logs are hard to compare
 GROUP_CHECK_S = 120.0  # for the first all-reduce of a process group
 ON_GPUS_ONLY = ("quantization", "enable_expert_parallel", "enable_sleep_mode", "enable_chunked_prefill")
 
@@ -103,18 +101,6 @@ def check_ranks(config: dict, key, data: dict[str, str]):
 
     if dist.get_rank() == 0 and len(set(machines)) > 1:
         print(f"machines: {ranks.describe(machines)}", flush=True)
-
-
-def check_clocks():
-    """A warning if the clocks of machines differ. All ranks call this together, just after another collective."""
-    clocks = {}
-    for machine, now in ranks.gather((socket.gethostname(), time.time())):
-        clocks[machine] = min(now, clocks.get(machine, now))  # a busy rank can only be late
-
-    behind, ahead = min(clocks, key=clocks.get), max(clocks, key=clocks.get)
-    apart = clocks[ahead] - clocks[behind]
-    if apart > CLOCKS_APART_S and dist.get_rank() == 0:
-        print(f"warning: the clock of {ahead} is {apart:.1f} s ahead of {behind}'s: synchronise them (NTP)", flush=True)
 
 
 def check_first_host(cfg):

@@ -12,7 +12,6 @@ import numpy as np
 
 from config import UserError
 from grpo.parts.data.prompts import Prompt
-from grpo.parts.data.tables import TEMPLATE_KEYS
 from grpo.parts.data.tokens import lookup
 from grpo.step import named_rewards
 from grpo.step.grading import GradingPool, Outcome
@@ -38,10 +37,6 @@ class Attempt:
 def try_rewards(cfg, prompts) -> Iterator[str]:
     """Yield lines to print about the rewards of `prompts`. Raises UserError if none of a source's references passes."""
     found = rows_of_sources(prompts)
-    unread = unread_columns(found, cfg)
-    if unread:
-        yield f"         the columns {', '.join(unread)} are read by no key; a reward of your own gets them in its row"
-
     attempts = {}  # (source, reward) → attempts
     for source, rows in found.items():
         spec = cfg.reward.by_source.get(source, cfg.reward.default)
@@ -71,17 +66,6 @@ def rows_of_sources(prompts) -> dict[str, list[Prompt]]:
 def spread(count, most) -> list[int]:
     """At most `most` of the numbers below `count`, evenly spaced."""
     return np.linspace(0, count - 1, min(count, most), dtype=int).tolist()
-
-
-def unread_columns(found: dict[str, list[Prompt]], cfg) -> list[str]:
-    """Columns of the rows that no key of the section `data`, nor an option of a reward, names."""
-    data = cfg.data
-    read = {data.prompt_key, data.answer_key, data.source_key, data.hint_key, *TEMPLATE_KEYS}
-    for options in cfg.reward.options.values():
-        read.update(map(str, options.values()))
-    heads = {str(key).partition(".")[0] for key in read} | read
-    columns = (column for rows in found.values() for prompt in rows for column in prompt.row)
-    return [str(column) for column in dict.fromkeys(columns) if column not in heads]
 
 
 def check_rows(function: Callable, name, source, rows: list[Prompt]):
