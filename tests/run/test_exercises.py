@@ -61,6 +61,7 @@ HALVES = (  # exercise, function of the script, a piece of its source, what an a
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("half", HALVES)
 def test_half_of_an_answer_is_not_enough(half):
     name, function, before, after = half

@@ -246,10 +246,10 @@ def test_what_is_refused_before_the_start(tmp_path, tiny, source, template, mess
 
 
 @pytest.mark.slow
-def test_the_game_is_learned(start, tmp_path):
+def test_the_game_is_learned(train_forked, tmp_path):
     """From nothing, by reward alone: who does not listen wins at most 2 games of 3."""
     make_tiny.save_model(tmp_path / "model", make_tiny.char_tokenizer("0123456789>+-="))
-    run = start(2, f"model.path={tmp_path / 'model'}", "data.train='123'", config="tiny_turns")
-    assert run.end(1800) == 0, run.text
+    keys = (f"model.path={tmp_path / 'model'}", "data.train='123'")
+    run = train_forked(2, *keys, config="tiny_turns", seconds=1800, code=0)
     rewards = [metrics["reward/mean"] for metrics in run.metrics]
     assert rewards[0] < 0.2 and np.mean(rewards[-10:]) > 0.9
