@@ -20,8 +20,8 @@ CONFIGS = sorted((REPO / "configs").rglob("*.yaml"))
 EVEN = "megatron.account_for_embedding_in_pipeline_split=true megatron.account_for_loss_in_pipeline_split=true"
 UNEVEN = (REPO / "configs/qwen3_235b_a22b.yaml", f"parallel.pp=8 parallel.ep=8 {EVEN}")
 LARGE = (
-    "qwen2.5_7b_tools", "qwen2.5_14b", "qwen2.5_32b", "qwen2.5_32b_8gpu", "qwen2.5_72b", "qwen3.5_27b", "qwen3.5_35b_a3b",
-    "qwen3_235b_a22b",
+    "qwen2.5_7b_tools", "qwen2.5_14b", "qwen2.5_32b", "qwen2.5_32b_8gpu", "qwen2.5_72b", "qwen3.5_27b",
+    "qwen3.5_35b_a3b", "qwen3_235b_a22b",
 )  # fmt: skip
 CASES = [
     pytest.param(path, "", marks=pytest.mark.slow if path.stem in LARGE else ())
