@@ -137,16 +137,16 @@ def test_damage_is_found_and_the_one_before_is_taken(world, tmp_path, harm, mess
 
 def test_what_a_resumed_run_must_share(world, tmp_path, capsys):
     now = {"data": {"train": "a.jsonl"}, "train": {"steps": 9, "lr": 2.0}}
-    data = {"rows": "abc", "columns besides the prompt": "1", "token ids": "2"}
+    data = {"all columns": "abc", "token ids": "2"}
     path = saved(tmp_path, 3, "weight", data=data, config={**now, "train": {"steps": 9, "lr": 1.0}})
     (path / "versions.json").write_text(json.dumps({**versions.versions(), "torch": "2.12.0"}))
-    assert checkpoint.check_resumed(path, now, data | {"columns besides the prompt": "3"}) == 3
+    assert checkpoint.check_resumed(path, now, data | {"token ids": "3"}) == 3
     assert capsys.readouterr().out.splitlines()[1:] == [
-        "         changed: data.train, columns besides the prompt",
+        "         changed: data.train, token ids",
         "         changed: train.lr: 1.0 → 2.0", f"         changed: torch: 2.12.0 → {versions.versions()['torch']}",
     ]  # fmt: skip
     with pytest.raises(UserError, match=r"data.train=a.jsonl: not the prompts that"):
-        checkpoint.check_resumed(path, now, data | {"rows": "another"})
+        checkpoint.check_resumed(path, now, data | {"all columns": "another"})
     with pytest.raises(UserError, match=r"train.steps=2, but .* is already after step 3"):
         checkpoint.check_resumed(path, {**now, "train": {"steps": 2, "lr": 2.0}}, data)
 

@@ -267,7 +267,8 @@ def test_a_template_that_writes_todays_date_gets_that_of_the_run(load, tokenizer
     write("a.jsonl", ROWS)
     first, second = (load("a.jsonl", date=date) for date in ("2026-11-27", "2026-11-28"))
     assert (
-        tokenizer.decode(first[0].ids) == "27112026-0+0=>" and first.fingerprint["rows"] == second.fingerprint["rows"]
+        tokenizer.decode(first[0].ids) == "27112026-0+0=>"
+        and first.fingerprint["all columns"] == second.fingerprint["all columns"]
     )
 
 
@@ -553,8 +554,8 @@ def test_columns_of_type_json_are_what_their_text_says(load, tokenizer):
 @pytest.mark.parametrize(
     "change, differ",
     [
-        ({"more": [[1, 2], [3, 4]]}, "columns besides the prompt"),
-        ({"answer": "2"}, "rows, columns besides the prompt"),
+        ({"more": [[1, 2], [3, 4]]}, "all columns"),
+        ({"answer": "2"}, "all columns"),
         ({"template": "{{ messages[0].content }}="}, "token ids"),
         ({"letters": ">321"}, "token ids"),
         ({}, ""),

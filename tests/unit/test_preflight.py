@@ -32,7 +32,7 @@ def test_another_configuration_commit_and_other_data_of_a_machine_are_refused(mo
     monkeypatch.setattr(versions, "versions", lambda: {"commit": "a"})
     with pytest.raises(UserError, match=r"^the ranks have different configurations; start ") as refusal:
         machines.check_ranks(
-            {"seed": 0, "train": {"lr": 1e-6}, "megatron": {}}, "data.train", {"rows": "1", "token ids": "1"}
+            {"seed": 0, "train": {"lr": 1e-6}, "megatron": {}}, "data.train", {"all columns": "1", "token ids": "1"}
         )
     assert refusal.value.args[0].splitlines()[1:] == [
         "  train.lr: 1e-06 on rank 0, 1 (north); 1e-05 on rank 2 (south)",

@@ -23,8 +23,7 @@ from grpo.parts.base.require import require_data
 from grpo.parts.data import mixing, tokens
 from grpo.parts.data.tables import Table, concatenate, hold_small, read_tables, rows_between
 
-# "rows": prompts, hints, answers, sources and their order. Checkpoints keep these.
-FINGERPRINTS = ("rows", "columns besides the prompt", "token ids")
+FINGERPRINTS = ("all columns", "token ids")  # which checkpoints keep: a new formula needs a new name
 LARGE_BYTES = 16 * 2**20  # a rank keeps a smaller table in memory, and reads the rows of a larger one from its files
 
 
@@ -196,8 +195,7 @@ def load_set(value: str | list[str], cfg, tokenizer, vocab_size, key) -> PromptS
         prompts.ids.append(array("i", row.ids))
         if cfg.hint_key is not None:
             prompts.hinted.append(array("i", row.hinted))
-        digests["rows"].update(row.digest)
-        digests["columns besides the prompt"].update(row.others.encode())
+        digests["all columns"].update(row.content.encode())
         digests["token ids"].update(array("i", [row.length, *row.ids, *row.hinted]))
     prompts.fingerprint = {name: digest.hexdigest()[:16] for name, digest in digests.items()}
 

@@ -198,6 +198,7 @@ def read_json(file, label) -> list[dict]:
     """The rows of a JSON file: a list of objects, or an object on each line. Raises ValueError, after `label`."""
     content = Path(file).read_bytes()
     is_list = content.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
+
     rows = []
     where = label
     try:

@@ -83,7 +83,7 @@ def check_ranks(config: dict, key, data: dict[str, str]):
     `config` is {section: {key: value}}. `data` is the fingerprint of the prompts of `key`: another machine may have
     other files, another tokenizer, or a function that changes them. Prints which ranks are on which machine.
     """
-    further = {f"{name} of {key}": data[name] for name in ("rows", "token ids")}
+    further = {f"{name} of {key}": digest for name, digest in data.items()}
     further["commit"] = versions.versions()["commit"]
     own = {name: str(value) for name, value in dotted_items(config | further)}
     machines, tables = zip(*ranks.gather((socket.gethostname(), own)), strict=True)
