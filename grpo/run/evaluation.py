@@ -177,6 +177,5 @@ def export_checkpoint(cfg, base: str) -> str:
     bridge.export(model, base, cfg, step)
 
     target = f"{cfg.output_dir}/hf/step_{step:06d}"
-    if dist.get_rank() == 0:
-        print(f"export:  {found} → {target}", flush=True)
+    ranks.tell(f"export:  {found} → {target}")
     return target

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 import yaml
 
 from config import Config, UserError
@@ -181,8 +180,8 @@ def find_resume(cfg, inputs) -> Inputs:
     if done < cfg.train.steps:
         text = yaml.safe_dump(cfg.model_dump(), sort_keys=False, allow_unicode=True)
         ranks.on_first_rank(lambda: open_output_dir(out, text, cfg.resume, done))
-    elif dist.get_rank() == 0:
-        print(f"nothing to do: {found} is after the last step, train.steps={done}", flush=True)
+    else:
+        ranks.tell(f"nothing to do: {found} is after the last step, train.steps={done}")
     return replace(inputs, checkpoint=found, done=done, base=base)
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from grpo.parts.base.ranks import say
+from grpo.parts.base.require import brief
 from grpo.step.records import Sample
 
 TABLE_EVERY = 20  # steps between tables of answers if log.samples_every is not set
@@ -139,10 +140,6 @@ def open_wandb(cfg, done: int) -> tuple[Callable, Callable]:
 
 
 OPEN = {"tensorboard": open_tensorboard, "wandb": open_wandb}
-
-
-def brief(error) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 # ---------------------------------------------------------------- answers

@@ -167,8 +167,7 @@ def test_exchanged_rows_are_found_where_places_are_known(initial, rows, seen):
         compared(check, hf, [hf, exchanged])
 
 
-def test_a_warning_names_weights_that_vllm_keeps_in_a_layout_of_its_own(monkeypatch, capsys):
-    monkeypatch.setattr("grpo.parts.engine.push_check.dist.get_rank", lambda: 0)
+def test_a_warning_names_weights_that_vllm_keeps_in_a_layout_of_its_own(capsys):
     check, hf = PushCheck(tp=2), weights(0)
     other = weights(0, norm=torch.full((32,), 3.0))
     compared(check, hf, [other, other])

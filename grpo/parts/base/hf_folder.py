@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 
 from grpo.parts.base import ranks
 from grpo.parts.base.files import complete_folder, split_by_bytes
+from grpo.parts.base.require import brief
 
 EXPORT_SHARD_BYTES = 4 << 30
 UNTRAINED = ("model.visual.", "mtp.")  # weights for images and multi-token prediction, which an export copies
@@ -51,10 +52,9 @@ def check_found(path: str, key: str):
 
         huggingface_hub.hf_hub_download(path, "config.json")
     except Exception as error:  # of the hub, or of the network, whose classes depend on the client
-        said = " ".join(str(error).split())[:200]
         raise ValueError(
             f"{key}={path}: there is no folder {Path(path).absolute()}; `make llm` makes build/smollm2/model, `make "
-            f"demo` build/tiny/model. The hub gives no such model ({type(error).__name__}: {said}{show_kind([path])}). "
+            f"demo` build/tiny/model. The hub gives no such model ({brief(error)}{show_kind([path])}). "
             f"Give the folder of a model, {key}=FOLDER, with config.json, tokenizer and safetensors, or a name like "
             "Qwen/Qwen2.5-0.5B"
         ) from None

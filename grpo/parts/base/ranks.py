@@ -23,6 +23,12 @@ def is_first_rank() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
+def tell(text):
+    """Print a line, on the first rank."""
+    if is_first_rank():
+        print(text, flush=True)
+
+
 def say(text):
     """Write a line to standard error in one system call, so that threads do not mix their output."""
     os.write(2, f"{text}\n".encode(errors="replace"))

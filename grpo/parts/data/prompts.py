@@ -19,7 +19,8 @@ from numpy import ndarray
 from torch.utils.data import ConcatDataset
 
 from config import DataConfig
-from grpo.parts.base.require import require_data
+from grpo.parts.base import ranks
+from grpo.parts.base.require import brief, require_data
 from grpo.parts.data import mixing, tokens
 from grpo.parts.data.tables import Table, concatenate, hold_small, read_tables, rows_between
 
@@ -100,10 +101,7 @@ def load_tokenizer(path):
     try:
         return transformers.AutoTokenizer.from_pretrained(path)
     except Exception as error:  # a damaged file may raise any exception
-        problem = " ".join(str(error).split())[:300]
-        raise ValueError(
-            f"model.path={path}: its tokenizer cannot be read: {type(error).__name__}: {problem}"
-        ) from None
+        raise ValueError(f"model.path={path}: its tokenizer cannot be read: {brief(error)}") from None
 
 
 def check_reading(path, tokenizer, prompts: Sequence[Prompt], cfg):
@@ -145,8 +143,8 @@ def check_reading(path, tokenizer, prompts: Sequence[Prompt], cfg):
         )
 
     if others:
-        tokens.warn(
-            f"model.path={path}: {class_name} of transformers gives {others} of {checked} prompts other ids "
+        ranks.tell(
+            f"warning: model.path={path}: {class_name} of transformers gives {others} of {checked} prompts other ids "
             "than tokenizer.json has; see tokenizer_class in tokenizer_config.json"
         )
 

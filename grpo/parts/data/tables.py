@@ -17,7 +17,7 @@ from typing import Any
 
 from grpo.parts.base import user_code
 from grpo.parts.base.read_config import dotted_items
-from grpo.parts.base.require import require_data
+from grpo.parts.base.require import brief, require_data
 
 KINDS = {".parquet": "parquet", ".arrow": "arrow", ".json": "json", ".jsonl": "json", ".csv": "csv"}
 ALLOWED = f"use a file ending in {', '.join(KINDS)}, a glob, a folder, a hub name like owner/name:split, or a list"
@@ -98,8 +98,7 @@ def folder_files(folder, named: list[str], split, key) -> list[str]:
         else:
             splits = DataFilesDict.from_patterns(get_data_patterns(folder), base_path=folder)
     except Exception as error:  # a card may be any text
-        problem = " ".join(str(error).split())
-        raise ValueError(f"{key}: {folder} (use FOLDER:SPLIT or FOLDER:CONFIGURATION:SPLIT): {problem}") from None
+        raise ValueError(f"{key}: {folder} (use FOLDER:SPLIT or FOLDER:CONFIGURATION:SPLIT): {brief(error)}") from None
     wanted = named[-1] if named else split if len(splits) > 1 else next(iter(splits))
 
     # Dataset.save_to_disk and Dataset.map write further files beside the data.
@@ -132,7 +131,7 @@ def read_table(name, arguments: dict, key) -> Table:
     except Exception as error:  # datasets raises many kinds, of its own, pyarrow, the hub, the file system
         while error.__cause__:
             error = error.__cause__
-        problem = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        problem = brief(error)
         if "corresponds to no data" in problem or "BatchSize must be greater than 0" in problem:
             problem = "it has no rows"
         raise ValueError(f"{key}: {name}: {problem}") from None

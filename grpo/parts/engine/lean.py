@@ -8,7 +8,7 @@ are the same, and the host needs about half the time for each token.
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 
-from grpo.parts.base.ranks import is_first_rank
+from grpo.parts.base.ranks import tell
 
 VERSIONS = ("0.26.", "0.32.")  # of vLLM, whose private parts the lean loop fits
 
@@ -21,8 +21,7 @@ def choose_loop(engine) -> Callable[..., Iterator]:
         skip_no_ops(engine.engine_core.engine_core.scheduler)
         return lean_loop
 
-    if is_first_rank():
-        print(f"note: vLLM's own loop samples, which is slower: no lean loop for vLLM {vllm.__version__}", flush=True)
+    tell(f"note: vLLM's own loop samples, which is slower: no lean loop for vLLM {vllm.__version__}")
     return own_loop
 
 

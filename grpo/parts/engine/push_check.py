@@ -7,7 +7,6 @@ from functools import partial
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from config import TrainingError
@@ -100,11 +99,10 @@ class PushCheck:
             lost = (self.fits.any(1) & ~holds).any(0)
             stop_if(LOST, [names[of_engine] for of_engine in lost.repeat(self.tp, 0)])
 
-        if self.last is None and unfit.any() and dist.get_rank() == 0:
-            print(
+        if self.last is None and unfit.any():
+            ranks.tell(
                 f"warning: vLLM keeps {unfit.sum()} of {len(names)} weights in a layout of its own, so only logp_gap "
-                f"shows a push of {shorten(names[unfit])}",
-                flush=True,
+                f"shows a push of {shorten(names[unfit])}"
             )
 
         changes = (pushed != self.last).any((0, 2))  # all at the first push, as nothing equals None

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from grpo.parts.base import versions
 from grpo.parts.base.files import add_suffix, digest_file, make_temporary_folder, put_in_place, write_synced
-from grpo.parts.base.ranks import gather, is_first_rank
+from grpo.parts.base.ranks import gather, is_first_rank, tell
 from grpo.parts.base.read_config import dotted_items
 from grpo.parts.base.require import require
 from grpo.parts.base.rollout_files import RolloutWriter
@@ -145,8 +145,8 @@ def find_checkpoint(resume, folder) -> Path | None:
         return None
     if resume == "auto":
         found = find_valid_checkpoint(folder)
-        if found is None and is_first_rank():
-            print(f"resume:  no checkpoint in {folder}, so from the start")
+        if found is None:
+            tell(f"resume:  no checkpoint in {folder}, so from the start")
         return found
 
     chosen = Path(resume)
@@ -170,8 +170,7 @@ def find_valid_checkpoint(folder) -> Path | None:
             set_aside(damaged, "damaged", path)
             return path
         damaged.append(path)
-        if is_first_rank():
-            print(f"warning: {path} is damaged: {problem}", flush=True)
+        tell(f"warning: {path} is damaged: {problem}")
 
     require(
         not damaged,

@@ -8,8 +8,9 @@ from config import Config, UserError
 from grpo.parts.base import versions
 from grpo.parts.base.by_row import ROWS, product
 from grpo.parts.base.hf_folder import read_config
-from grpo.parts.base.ranks import is_first_rank
+from grpo.parts.base.ranks import tell
 from grpo.parts.base.read_config import override
+from grpo.parts.base.require import brief
 from grpo.parts.model import matched
 from grpo.parts.model.attention import Segments, attend_padded
 
@@ -38,14 +39,13 @@ def resolve(cfg) -> Config:
     if wanted is None:
         reason = reason or why_costly()
     if reason:
-        if is_first_rank() and not torch.cuda.device_count():
-            print(f"note: log-probs are equal to vLLM's within rounding, not by the bit: {reason}", flush=True)
+        if not torch.cuda.device_count():
+            tell(f"note: log-probs are equal to vLLM's within rounding, not by the bit: {reason}")
         return override(cfg, {"model.match_engine": False})
 
     if torch.get_num_threads() > 1:
         torch.set_num_threads(1)  # with more, the order of a sum depends on the batch
-        if is_first_rank():
-            print("note: model.match_engine=true sets one thread a rank", flush=True)
+        tell("note: model.match_engine=true sets one thread a rank")
     return override(cfg, {"model.match_engine": True, "algo.old_logp": "rollout"})
 
 
@@ -104,7 +104,7 @@ def why_not_here(cfg, hf) -> str | None:
     try:
         differs = first_that_differs(hf, cfg.parallel.tp, bridge.DTYPES[cfg.model.dtype])
     except (AttributeError, ImportError, RuntimeError) as error:
-        return f"an operation of vLLM is not as it was ({' '.join(str(error).split())[:120]}); use false"
+        return f"an operation of vLLM is not as it was ({brief(error)}); use false"
     finally:
         torch.set_num_threads(threads)
 

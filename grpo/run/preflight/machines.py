@@ -99,8 +99,8 @@ def check_ranks(config: dict, key, data: dict[str, str]):
         + "\n".join(lines),
     )
 
-    if dist.get_rank() == 0 and len(set(machines)) > 1:
-        print(f"machines: {ranks.describe(machines)}", flush=True)
+    if len(set(machines)) > 1:
+        ranks.tell(f"machines: {ranks.describe(machines)}")
 
 
 def check_first_host(cfg):
