@@ -89,14 +89,8 @@ def folder_files(folder, named: list[str], split, key) -> list[str]:
 
     `named` is [], [split] or [configuration, split].
     """
-    from datasets.data_files import DataFilesDict, get_data_patterns
-
-    card = Path(folder, "README.md")
     try:
-        if named[1:] or (card.is_file() and re.search(rb"^configs:", card.read_bytes(), re.MULTILINE)):
-            splits = quiet_datasets().load_dataset_builder(folder, *named[:-1]).config.data_files
-        else:
-            splits = DataFilesDict.from_patterns(get_data_patterns(folder), base_path=folder)
+        splits = quiet_datasets().load_dataset_builder(folder, *named[:-1]).config.data_files
     except Exception as error:  # a card may be any text
         raise ValueError(f"{key}: {folder} (use FOLDER:SPLIT or FOLDER:CONFIGURATION:SPLIT): {brief(error)}") from None
     wanted = named[-1] if named else split if len(splits) > 1 else next(iter(splits))
