@@ -14,7 +14,6 @@ ITEMS = (  # in the order in which a step makes them; docs/dev/checks.md says wh
     "token-weights", "loss", "entropy", "gradient", "updates", "lr", "weights", "adapters", "exports", "checkpoints",
     "metrics",
 )  # fmt: skip
-OF_MODEL = ("log-probs", "reference", "teacher", "loss", "entropy", "gradient", "weights")
 UNKNOWN = {  # field of Megatron-core that changes a formula → a quantity that has none here, and why
     "moe_aux_loss_coeff": ("grad_norm", "the balancing loss depends on which answers share a micro-batch"),
 }
@@ -83,11 +82,7 @@ class Report:
         self.firsts = {}  # an item that parts → step and problem, the first item first
         self.remarks = list(run.remarks)  # on the run as a whole
         self.absent = absent(run)
-        cfg = run.cfg
-        sections = ("megatron", cfg.megatron), ("rollout.vllm", cfg.rollout.vllm)
-        options = [f"{section}.{name}={value}" for section, given in sections for name, value in given.items()]
-        self.perhaps = f" (perhaps by {', '.join(options)})" if options else ""
-        self.unknown = dict(UNKNOWN[name] for name, value in cfg.megatron.items() if name in UNKNOWN and value)
+        self.unknown = dict(UNKNOWN[name] for name, value in run.cfg.megatron.items() if name in UNKNOWN and value)
 
     def check(self, item, name, theirs, own):
         """Compare a number, or numbers, of the run with ours; None in a run is no number. Whether they agree."""
@@ -105,7 +100,6 @@ class Report:
         found = self.items[item]
         found.count += count
         if problem:
-            problem += self.perhaps if item in OF_MODEL else ""
             quantity = re.sub(r"'[^']*'|[^a-zA-Z:/_]", "", problem)  # in which groups, numbers and texts are alike
             found.problems.setdefault(quantity, f"from step {self.step} on: {problem}")
             self.firsts.setdefault(item, f"step {self.step}, {item}: {problem}")

@@ -77,14 +77,9 @@ def test_the_verdict_names_the_first_problem_that_is_not_yours(parting):
     assert parting.verdict(["loss", "order"]) == (0, f"yours: order, loss; {agree}")
 
 
-def test_options_of_the_libraries_are_named_where_the_model_parts():
-    """A loss that depends on micro-batches has no formula; of any other option the formula is the same."""
-    report = report_of(*RECORDED, "megatron.moe_aux_loss_coeff=0.1", "megatron.adam_eps=1e-6")
-    assert report.check("gradient", "grad_norm", 1.0, 2.0)
-    report.check("entropy", "entropy", 1.0, 2.0)
-    report.check("order", "groups/x", 1.0, 2.0)
-    options = " (perhaps by megatron.moe_aux_loss_coeff=0.1, megatron.adam_eps=1e-06)"
-    assert [report.items[name].parts.endswith(options) for name in ("entropy", "order")] == [True, False]
+def test_a_loss_that_depends_on_micro_batches_has_no_formula():
+    report = report_of(*RECORDED, "megatron.moe_aux_loss_coeff=0.1")
+    assert report.check("gradient", "grad_norm", 1.0, 2.0) and not report.check("entropy", "entropy", 1.0, 2.0)
     assert report.unjudged() == {"gradient": ["the balancing loss depends on which answers share a micro-batch"]}
 
 
