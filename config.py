@@ -177,6 +177,12 @@ class AlgoConfig(Section):
     correction_high: NotNegativeOrInf | None = None  # as correction_low
     replay_routes: bool = False  # MoE: train with the experts that vLLM chose for each token; docs/models.md
 
+    @property
+    def compared(self) -> list[str]:
+        """The models that the loss compares the policy with over the whole vocabulary: "reference", "teacher"."""
+        found = ["reference"] if self.kl == "full" and self.kl_coef > 0 else []
+        return found + (["teacher"] if self.teacher_kl != "sampled" else [])
+
 
 class TrainConfig(Section):
     # length of the run

@@ -230,7 +230,7 @@ def train_step(run: Run, step: int) -> tuple[dict, list[Sample], list[dict]]:
             weights = loss_weights(batch, chosen, algo.loss_norm, cfg.norm_length)
             weighted = replace(batch, weights=weights)
             micro_batches = to_micro_batches(weighted, chosen, t.max_tokens_per_micro_batch, cfg)  # of this replica
-            if algo.teacher_kl != "sampled" or algo.kl == "full":
+            if algo.compared:
                 micro_batches = with_other_models(run, samples, weighted, chosen, micro_batches, cfg)
             report = forward_backward(model, run.optimizer, micro_batches, cfg)
             # Before the weights move: the log-probs of this pass are of the weights that vLLM sampled with.
@@ -620,9 +620,9 @@ def with_other_models(
     """
     algo = cfg.algo
     others = {}  # name -> model, weights, the samples as it sees them, fields of OtherModel
-    if run.reference is not None and algo.kl == "full":
+    if "reference" in algo.compared:
         others["reference"] = run.model, run.reference, batch.for_other_weights(), {}
-    if run.teacher and algo.teacher_kl != "sampled":
+    if "teacher" in algo.compared:
         seen = flatten(teacher.with_teacher_prompts(samples, is_policy=run.teacher.model is run.model))
         how = {"kind": algo.teacher_kl, "beta": algo.teacher_beta, "top_k": algo.teacher_top_k}
         others["teacher"] = run.teacher.model, run.teacher.weights, seen, how

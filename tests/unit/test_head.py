@@ -11,7 +11,9 @@ import torch
 
 import megatron_bridge as bridge
 from grpo.parts.model import head, nucleus
+from grpo.parts.model.divergence import OtherModel
 from grpo.parts.model.stages import split_layers
+from oracle import formulas
 from tests.conftest import tiny_config
 
 ON = bridge.device()
@@ -78,6 +80,50 @@ def test_the_head_is_that_of_float64(world, monkeypatch, dtype, logits, fused, r
         error = ((own.double() - expected).norm() / expected.norm().clamp(min=1e-30)).item()
         close = 1e-6 if logits is torch.float32 and name in ("logp", "entropy") else CLOSE[dtype]
         assert error < close, (name, error)
+
+
+DIVERGENCES = [("reverse", 0), ("forward", 0), ("jsd", 0), ("reverse", 7), ("forward", 7), ("jsd", 7)]
+
+
+@pytest.mark.parametrize("rows, is_cut", [(M, False), (0, False), (M, True)])
+@pytest.mark.parametrize("kind, top_k", DIVERGENCES)
+def test_a_divergence_is_that_of_float64(world, monkeypatch, kind, top_k, rows, is_cut):
+    """In chunks, beside log-prob and entropy, from a model of another width; of distributions cut to a nucleus too."""
+    bridge.init_model_parallel(tiny_config().parallel, seed=0)
+    monkeypatch.setattr(head, "LOGITS_CHUNK", CHUNK)
+    hidden, weight, targets, *grads = inputs(torch.float32, rows)
+    grads.append(torch.randn(rows))
+    of_other = torch.randn(rows, 2 * H), torch.randn(V, 2 * H) * 0.3
+    nuclei, is_out = nuclei_of(targets) if is_cut else ([], None)
+    row = SimpleNamespace(replay={"nuclei": nucleus.Nuclei([np.array(nuclei, "i4")])}, tokens=targets)
+    cuts = nucleus.places(row, np.ones(rows, bool), 0, V, CHUNK) if is_cut else None
+
+    own = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    other = OtherModel(*of_other, matches=False, kind=kind, beta=0.3, top_k=top_k)
+    found = head.HeadLogp.apply(*own, targets, TEMPERATURE, True, torch.float32, False, cuts, False, [other])
+    grads_found = torch.autograd.grad(found[:3], own, grads)
+
+    own = hidden.double().requires_grad_(), weight.double().requires_grad_()
+    logp, logq = (
+        (logits / TEMPERATURE if is_out is None else (logits / TEMPERATURE).masked_fill(is_out, -1e9)).log_softmax(-1)
+        for logits in (own[0] @ own[1].t(), of_other[0].double() @ of_other[1].double().t())
+    )
+    (own_logp, own_entropy), of_the_other = (
+        (values.gather(1, targets[:, None])[:, 0], -(values.exp() * values).sum(-1)) for values in (logp, logq)
+    )
+    wanted = [own_logp, own_entropy, formulas.divergence(logp, logq, kind, 0.3, top_k), *of_the_other]
+    grads_wanted = torch.autograd.grad(wanted[:3], own, [grad.double() for grad in grads])
+    for one, expected in zip((*found, *grads_found), (*wanted, *grads_wanted), strict=True):
+        assert (one.double() - expected).norm() <= 2e-6 * expected.norm()
+
+
+@pytest.mark.parametrize("kind, top_k", DIVERGENCES)
+def test_a_divergence_of_a_model_from_itself_is_0(kind, top_k):
+    """And never above that of all tokens, with the rest as one event."""
+    logp, logq = torch.randn(2, M, V, dtype=torch.float64).mul(2).log_softmax(-1)
+    whole, part = (formulas.divergence(logp, logq, kind, 0.3, k) for k in (0, top_k))
+    assert (formulas.divergence(logp, logp, kind, 0.3, top_k).abs() < 1e-12).all()
+    assert (part >= 0).all() and (part <= whole + 1e-12).all()
 
 
 BOTH = {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True}

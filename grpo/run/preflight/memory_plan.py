@@ -20,7 +20,7 @@ import megatron_bridge as bridge
 from config import LoraConfig, ParallelConfig, UserError
 from grpo.parts.base.hf_folder import read_config
 from grpo.parts.model.gated_delta import CHUNK, linear_sizes
-from grpo.parts.model.head import LOGITS_CHUNK
+from grpo.parts.model.head import chunk_size
 from grpo.run.preflight import configuration
 from grpo.run.preflight.costs import PHASES, costs, host_bytes, host_stepped
 from grpo.run.preflight.explain import MEMORY, NO_CACHE, VLLM_MEMORY
@@ -106,6 +106,8 @@ def plan(cfg, world_size, gpu) -> Plan:
 
     teacher = count_weights(cfg.algo.teacher) if "teacher" in costs(cfg, world_size) else 0
     host = host_bytes(cfg, weights, world_size, on_gpu=True, teacher=teacher)
+    if cfg.algo.reference_on == "host":
+        host += sum(states for states, _ in compared_bytes(cfg, world_size))
     return Plan(gpu, phases, largest, vllm, host)
 
 
@@ -119,9 +121,13 @@ def stage_phases(hf, cfg, world_size, stage, held: Held, vllm: Sampling, gpu) ->
 
     # The head is on the last stage.
     train_head, score_head = 0, 0
+    compared = []
     if stage == cfg.parallel.pp - 1:
-        train_head = head_bytes(hf, cfg, t.max_tokens_per_micro_batch)
+        compared = compared_bytes(cfg, world_size)
+        train_head = head_bytes(hf, cfg, t.max_tokens_per_micro_batch, len(compared))
         score_head = head_bytes(hf, cfg, t.logprob_max_tokens_per_micro_batch)
+    on_host = cfg.algo.reference_on == "host"
+    other_models = {"other models": sum(head if on_host else states for states, head in compared)}
 
     # Training keeps the activations of all layers, scoring keeps one layer at a time.
     kept, within = activation_bytes(hf, cfg, stage)
@@ -137,7 +143,7 @@ def stage_phases(hf, cfg, world_size, stage, held: Held, vllm: Sampling, gpu) ->
         "build": max(state["build"], filling, key=total),
         "rollout": state["rollout"] | {"vLLM": share},
         "logprob": state["logprob"] | max(scoring, {"log-probs": score_head}, key=total),
-        "train": max(state["train"] | backward, state["update"] | {"update": held.update}, key=total),
+        "train": max(state["train"] | backward | other_models, state["update"] | {"update": held.update}, key=total),
         "sync": state["sync"] | {"vLLM": vllm.weights + vllm.loading, "bucket": held.push},
         "save": state["save"] | {"vLLM": share, "copies": held.export},
     }
@@ -389,11 +395,30 @@ def linear_elements(hf, cfg) -> float:
     return gated + inputs + heads * CHUNK  # and the inverses of the rule's systems
 
 
-def head_bytes(hf, cfg, tokens: int) -> int:
-    """Peak of the log-probs of a row: hidden states gathered and selected, LOGIT bytes for each logit of a chunk."""
+def head_bytes(hf, cfg, tokens: int, others: int = 0) -> int:
+    """Peak of the log-probs of a row: hidden states gathered and selected, LOGIT bytes for each logit of a chunk, of
+    the policy and of the `others` that it is compared with.
+    """
     tokens = tokens // cfg.parallel.cp
     hidden = 4 * hf.hidden_size * item_size(cfg)
-    return tokens * hidden + min(tokens, LOGITS_CHUNK) * hf.vocab_size // cfg.parallel.tp * LOGIT
+    rows = hf.vocab_size // cfg.parallel.tp
+    return tokens * hidden + min(tokens, chunk_size(rows, others)) * rows * LOGIT * (1 + others)
+
+
+def compared_bytes(cfg, world_size) -> list[tuple[int, int]]:
+    """(hidden states at the answers of an update's rows, weight of the head) of each model in algo.compared, on the
+    last stage. With algo.reference_on=host the states wait on the host, and the head is on the GPU beside them.
+    """
+    a, p, r = cfg.algo, cfg.parallel, cfg.rollout
+    replicas = world_size // (p.tp * p.pp * p.cp)
+    answers = math.ceil(r.prompts_per_step * r.group_size / cfg.train.updates_per_step / replicas)
+    turns = r.max_turns if r.turns else 1
+    found = []
+    for name in a.compared:
+        hf = read_config(a.teacher if name == "teacher" and a.teacher != "self" else cfg.model.path)
+        states = answers * r.max_new_tokens * turns // p.cp * hf.hidden_size
+        found.append((states * item_size(cfg), hf.vocab_size // p.tp * hf.hidden_size * item_size(cfg)))
+    return found
 
 
 # ---------------------------------------------------------------- vLLM's part

@@ -47,7 +47,8 @@ def describe(cfg, world_size) -> str:
         loss += f" - {a.entropy_coef:g} entropy"
     loss += f"; {a.advantage} advantages"
     if a.teacher:
-        loss += f" + {a.teacher_coef:g} log(teacher / policy)"
+        of = {"sampled": "log(teacher / policy)"}.get(a.teacher_kl, f"{a.teacher_kl} divergence from the teacher")
+        loss += f" + {a.teacher_coef:g} {of}"
     loss += f"; {a.loss_norm} over an update"
     if a.correction != "none":
         loss += f"; {a.correction}"
