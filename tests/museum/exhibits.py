@@ -10,11 +10,37 @@ GAP = "trainer and vLLM disagree"
 OLD = "old log-probs are not those that vLLM sampled with"  # with model.match_engine, the default on a CPU
 LOST = "did not take up the weight push"
 COPIES = "copies of the trainer's weights differ"
+DIVERGENCE = "grpo.parts.model.divergence"
 FINALIZE = "megatron.core.distributed.finalize_model_grads:finalize_model_grads"
 
 ByRun = partial(Exhibit, seen="run")
 ByBits = partial(Exhibit, seen="run", by_bits=True)
 EXHIBITS = {exhibit.name: exhibit for exhibit in [
+    # divergences over the whole vocabulary
+    Exhibit("divergence_mean_lost", "the gradient of the reverse KL lacks its mean over the vocabulary",
+        f"{DIVERGENCE}:divergence_grad", "weighted.sub_(p.mul_(known.mean_M[rows, None]))", "weighted",
+        message="gradient: ", setting="teacher, reverse"),
+    Exhibit("reference_by_the_policy", "algo.kl=full takes the policy's own hidden states for the reference's",
+        "train_grpo:with_other_models", "with bridge.swapped_weights(model, weights):",
+        "with bridge.swapped_weights(model, None):", message="weights: ", setting="teacher, reverse"),
+    Exhibit("forward_is_reverse", "the forward KL has its models exchanged", f"{DIVERGENCE}:terms",
+        'if other.kind == "reverse":', 'if other.kind in ("reverse", "forward"):', message="loss: ",
+        setting="teacher, forward"),
+    Exhibit("mixture_exchanged", "the mixture of the JSD has its shares exchanged", f"{DIVERGENCE}:terms",
+        "beta = other.beta", "beta = 1 - other.beta", message="loss: ", setting="teacher, jsd"),
+    Exhibit("rest_of_a_rank", "the teacher's likeliest tokens are those of each tensor-parallel rank alone",
+        f"{DIVERGENCE}:kth_largest", "_gather_along_last_dim(own, group)", "own", message="loss: ",
+        setting="teacher, top k, tp"),
+    Exhibit("rest_ignored", "the teacher's unlikely tokens have no gradient", f"{DIVERGENCE}:divergence_grad",
+        "known.mean_M[rows, None]))",
+        "known.mean_M[rows, None])) * (other_logits_M[rows] >= known.bound_M[rows, None])", message="gradient: ",
+        setting="teacher, top k, tp"),
+    Exhibit("divergence_of_prompts", "a divergence is taken one position away from its token",
+        "grpo.step.teacher:with_other", "OtherModel(states_M, ", "OtherModel(states_M.roll(1, 0), ",
+        message="loss: ", setting="bf16, teacher, forward"),
+    Exhibit("divergence_untempered", "the teacher has no temperature", f"{DIVERGENCE}:terms",
+        "known.other_log_z_M[rows], temperature)", "known.other_log_z_M[rows], 1.0)", message="loss: ",
+        setting="teacher, forward"),
     # gradients and the loss
     Exhibit("mean_of_the_answers_gradients", "a shared prompt gets the mean of its answers' gradients",
         "grpo.parts.model.attention:TakeRows.backward", "sums.to(grad.dtype)",

@@ -12,6 +12,7 @@ TURNS = (
     "rollout.turns=examples/tiny_turns.py:higher_or_lower",
     "rollout.max_turns=2", "rollout.max_new_tokens=5", "reward.custom=examples/tiny_turns.py:won",
 )  # fmt: skip
+TAUGHT = ("algo.teacher=self", "data.hint_key=answer", "data.max_prompt_tokens=16")
 WEIGHTED = ("reward.by_source={reverse: {custom: 0.5, length: 0.25}}", "reward.options={length: {limit: 3}}")
 EXPERTS = ("model.path={folder}/experts", "parallel.ep=2")
 # {setting: options besides COMMON}. {folder} is the folder of the tiny models and their data.
@@ -65,7 +66,12 @@ SETTINGS = {
                     "rollout.stop_token_ids=[2, 3, 4, 5, 6, 7, 8, 9, 10, 11]", *FAST),  # a digit ends a turn
     "bf16, top_p": ("rollout.top_p=0.8", *FAST),
     "bf16, dynamic": ("algo.max_rounds=2", *FAST),
-    "bf16, hinted": ("algo.teacher=self", "data.hint_key=answer", "data.max_prompt_tokens=16", *FAST),
+    "bf16, hinted": (*TAUGHT, *FAST),
+    "teacher, reverse": (*TAUGHT, "algo.teacher_kl=reverse", "algo.kl_coef=0.1", "algo.kl=full"),
+    "teacher, forward": (*TAUGHT, "algo.teacher_kl=forward", "rollout.temperature=0.7"),
+    "teacher, jsd": (*TAUGHT, "algo.teacher_kl=jsd", "algo.teacher_beta=0.2", "rollout.top_p=0.9"),
+    "teacher, top k, tp": (*TAUGHT, "algo.teacher_kl=reverse", "algo.teacher_top_k=4", "parallel.tp=2"),
+    "bf16, teacher, forward": (*TAUGHT, "algo.teacher_kl=forward", "train.updates_per_step=2", *FAST),
     "bf16, resumed": ("train.warmup_steps=10", *FAST),
     "fp16": ("model.dtype=fp16",),
     "fp16, overflow": ("model.dtype=fp16", "megatron.initial_loss_scale=1073741824"),

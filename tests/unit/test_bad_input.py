@@ -56,7 +56,6 @@ VLLM = {
         ("train", ["section.key=value"]),
         ("rollout.tp=3", ["rollout.tp = 3 does", "world size 4"]),
         ("parallel.pp=4", ["parallel.pp=4", "for 2 layers", "parallel.pp · parallel.vpp that divides 2, or megatron."]),
-        ("rollout.top_p=0.9; algo.teacher=m", ["rollout.top_p=0.9, rollout.top_k=-1: the policy's", "algo.teacher=m"]),
         ("rollout.stop_token_ids=[15, 16]", ["stop_token_ids, or eos_token_id of tokenizer", "has 16 rows"]),
         ("train.updates_per_step=3", ["train.updates_per_step=3", "prompts_per_step=16"]),
         ("megatron.recompute_granularity=full", ["Megatron-core refuses", "recompute_method"]),
@@ -71,6 +70,15 @@ VLLM = {
         ("data.train={a.jsonl: 0}", ["data.train", "must be"]),
         ("algo.teacher=self", ["algo.teacher=self without hints", "data.hint_key"]),
         (f"{TAUGHT}; algo.advantage=none; algo.kl_coef=5; algo.kl_in=reward", ["use algo.kl_in=loss or algo."]),
+        # divergences over the whole vocabulary
+        ("algo.teacher_kl=jsd", ["algo.teacher_kl=jsd needs the model that teaches, in algo.teacher"]),
+        (f"{TAUGHT}; algo.teacher_kl=kl", ["algo.teacher_kl", "'sampled', 'reverse', 'forward' or 'jsd'"]),
+        (f"{TAUGHT}; algo.teacher_kl=jsd; algo.teacher_beta=1", ["algo.teacher_beta=1: must be less than 1"]),
+        (f"{TAUGHT}; algo.teacher_kl=forward; algo.teacher_beta=0.9", ["algo.teacher_beta=0.9 has no effect"]),
+        (f"{TAUGHT}; algo.teacher_top_k=4", ["algo.teacher_top_k=4 has no effect", "use teacher_kl=reverse, forward"]),
+        (f"{TAUGHT}; algo.teacher_kl=reverse; algo.teacher_top_k=17", ["algo.teacher_top_k=17 is above the 16 tokens"]),
+        ("algo.kl=full", ["algo.kl=full is a term of the loss with algo.kl_coef above 0"]),
+        ("algo.kl=full; algo.kl_coef=1; algo.kl_in=reward", ["use algo.kl_in=loss, or k1, k2, k3, k3+"]),
         ("algo.loss=sapo", ["ppo_clip, gspo, cispo, ipo, dppo_tv, reinforce"]),
         ("algo.correction_low=3", ["above algo.correction_high=2"]),
         # options of Megatron-core and vLLM
