@@ -8,8 +8,8 @@ from tests.oracle import layouts
 from tests.oracle.layouts import check_update
 
 pytestmark = pytest.mark.usefixtures("equal_bits_here")
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-QUICK = {"qwen2": ("TP2·CP2", "TP2·PP2·VPP2, overlap, full recompute")}
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
+QUICK = {"qwen2": ("TP2·CP2", "TP2·PP2·VPP2, overlap, full recompute"), "qwen3_moe": ("EP2·TP2·ETP2·DP2",)}
 CASES = [
     pytest.param(family, layout, marks=() if layout in QUICK.get(family, ()) else pytest.mark.slow)
     for family in FAMILIES
@@ -35,6 +35,7 @@ RUNS = {
     "tensor parallelism, adapters, a cut, two updates": (
         2, "qwen2", (HALF, *TP, "lora.rank=4", "rollout.top_p=0.9", "train.updates_per_step=2"),
     ),
+    "experts on two ranks": (2, "mixtral", (HALF, "parallel.ep=2")),
 }  # fmt: skip
 SLOW = {
     "pipeline": (2, "llama", (HALF, "parallel.pp=2", "algo.kl_coef=0.05")),
@@ -44,6 +45,8 @@ SLOW = {
     "a window, stripes": (2, "mistral", (HALF, "parallel.cp=2", "rollout.max_new_tokens=40")),
     "fp32, a temperature": (2, "qwen3", ("rollout.temperature=0.7", "rollout.top_k=5")),
     "fp16": (2, "llama", ("model.dtype=fp16", "train.share_prompts=false")),
+    "experts in parts, adapters": (4, "qwen3_moe", (HALF, *TP, "parallel.ep=2", "parallel.etp=2", "lora.rank=4")),
+    "experts, routes, stages": (4, "mixtral", (HALF, "parallel.pp=2", "parallel.ep=2", "algo.replay_routes=true")),
 }
 SMALL = ("train.steps=3", "rollout.prompts_per_step=4", "rollout.group_size=4", "rollout.max_new_tokens=24")
 

@@ -21,7 +21,6 @@ from tests.compare_runs import lasting
 from tests.conftest import REPO, read_rows, tiny_config, write_rows
 from tests.forks import EXERCISES, PATCHES, apply, changed_files, server_of, train_fork
 from tests.layout_worker import equal
-from tests.oracle import layouts
 
 
 @pytest.mark.parametrize("name", PATCHES | EXERCISES)
@@ -196,22 +195,3 @@ def test_a_run_with_past_weights_goes_on_with_the_same_bits_and_on_another_layou
     for was, now in zip(steps[2:], on_stages.metrics, strict=True):
         for key in ("loss/total", "grad_norm", "kl/ref", "kl/teacher", "mismatch/k3", "reward/mean"):
             assert now[key] == pytest.approx(was[key], rel=1e-4, abs=1e-6), (key, was[key], now[key])
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("equal_bits_here")
-def test_log_probs_of_experts_have_the_bits_of_vllms(tiny, tmp_path):
-    tp = ("parallel.tp=2", "rollout.tp=2")
-    runs = {
-        ("mixtral", 2): ("parallel.ep=2",),
-        ("qwen3_moe", 4): (*tp, "parallel.ep=2", "parallel.etp=2", "lora.rank=4"),
-        ("mixtral", 4): ("parallel.pp=2", "parallel.ep=2", "algo.replay_routes=true"),
-    }
-    sources = tmp_path / "fork"
-    with server_of("matched_experts", sources) as server:
-        for number, ((family, ranks), options) in enumerate(runs.items()):
-            model = tmp_path / f"model{number}"
-            layouts.make_model(model, family)
-            keys = ("model.dtype=bf16", "model.match_engine=true", f"model.path={model}", "train.steps=3", *options)
-            run = train_fork(server, sources, tiny, tmp_path / f"run{number}", *keys, nproc=ranks)
-            assert [m["logp_gap/max"] for m in run.metrics] == [0.0] * 3, family

@@ -1,7 +1,7 @@
 """The forward pass in vLLM's arithmetic (model.match_engine), so that its log-probs have the bits of vLLM's.
 
-Each function below computes forward by the operation that vLLM calls, and backward by the formulas of layers.py and
-attention.py. `attach` puts them into a model. All this is for CPUs; see docs/equal-bits.md.
+Each function below computes forward by the operation that vLLM calls, and backward by the formulas of layers.py,
+attention.py and experts.py. `attach` puts them into a model. All this is for CPUs; see docs/equal-bits.md.
 """
 
 import math
@@ -9,10 +9,12 @@ from functools import partial
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from grpo.parts.base.by_row import product, queries_of_a_piece, split_queries
-from grpo.parts.model import layers  # first: it prepares the process for Megatron-core
+from grpo.parts.model import layers, lora  # first: it prepares the process for Megatron-core
 from grpo.parts.model.attention import PackedAttention, attend_padded, count_from
+from grpo.parts.model.routes import Replay
 
 # isort: split
 from megatron.core import parallel_state as mpu
@@ -23,7 +25,12 @@ from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
     scatter_to_sequence_parallel_region,
 )
-from megatron.core.tensor_parallel.mappings import _gather_along_last_dim
+from megatron.core.tensor_parallel.mappings import (
+    _gather_along_first_dim,
+    _gather_along_last_dim,
+    _split_along_first_dim,
+)
+from megatron.core.transformer.moe.moe_layer import MoELayer
 
 # Between layers the sum of residual and output is fp32, because vLLM normalizes it before it is rounded.
 OPTIONS = {"fp32_residual_connection": True, "pipeline_dtype": torch.float32}
@@ -31,9 +38,9 @@ PAGE = 128  # tokens of a block of keys and values
 
 
 def supports(hf):
-    """Whether all operations of a model are here: it has neither linear attention nor experts."""
+    """Whether all operations of a model are here: it has no linear attention and no shared expert."""
     is_linear = "linear_attention" in (getattr(hf, "layer_types", None) or [])
-    return not is_linear and not getattr(hf, "num_experts_per_tok", None)
+    return not is_linear and not getattr(hf, "shared_expert_intermediate_size", None)
 
 
 def attach(chunk):
@@ -47,8 +54,10 @@ def attach(chunk):
         elif isinstance(module, PackedAttention):
             module.rotary.rotation = Rotation.apply
             module.attend = Attention.apply
-        elif isinstance(module, ColumnParallelLinear | RowParallelLinear):
+        elif isinstance(module, ColumnParallelLinear | RowParallelLinear) and not module.is_expert:
             match_linear(module)
+        elif isinstance(module, MoELayer):
+            module.forward = partial(experts, module, module.forward)
 
 
 # ---------------------------------------------------------------- linear layers
@@ -214,6 +223,91 @@ class Attention(torch.autograd.Function):
             inputs = [x.detach().requires_grad_() for x in ctx.saved_tensors]
             out = attend_padded(*inputs, ctx.segments)
         return *torch.autograd.grad(out, inputs, grad), None
+
+
+# ---------------------------------------------------------------- experts
+
+
+def experts(layer: MoELayer, forward, hidden, *args, **options):
+    """MoELayer.forward with the value of vLLM's kernel, which adds up a token's experts in fp32; [T (/ tp), 1, h].
+
+    For this, each rank gathers the weights of all experts of the layer. The gradient is that of Megatron's `forward`.
+    """
+    tp, router = layer.tp_group, layer.router
+    is_sharded = layer.config.sequence_parallel
+    with torch.no_grad():
+        rows = _gather_along_first_dim(hidden, tp) if is_sharded else hidden
+        rows = rows.flatten(0, -2)
+        weights_T, experts_T = choose_experts(product(rows, router.weight.to(rows.dtype)), router)
+        fc1, fc2 = whole_experts(layer, "linear_fc1"), whole_experts(layer, "linear_fc2")
+        value = run_experts(rows, fc1, fc2, weights_T, experts_T, tp)
+    if is_sharded:
+        value, experts_T = _split_along_first_dim(value, tp), _split_along_first_dim(experts_T, tp)
+
+    # The gradient goes through the same experts: the recorded ones if there are any, else those of vLLM's router.
+    if not isinstance(router.router_replay, Replay):
+        router.router_replay = Chosen(experts_T.long())
+    ours, bias = forward(hidden, *args, **options)
+    return EngineValue.apply(ours, value.view_as(ours)), bias
+
+
+class Chosen:
+    """Gives Megatron's top-k the experts of each token, [tokens, k], that were chosen before."""
+
+    def __init__(self, experts):
+        self.experts = experts
+
+    def get_replay_topk(self, scores, k, num_groups, group_topk, choose):
+        return scores.gather(-1, self.experts), self.experts
+
+
+def choose_experts(logits, router):
+    """The weights, fp32, and the numbers of each token's k experts as vLLM's router chooses; [T, E] → [T, k] each."""
+    from vllm.model_executor.layers.fused_moe.router.cpu_router import select_experts
+
+    renormalize = not router.config.moe_router_pre_softmax
+    return select_experts(logits, logits, router.topk, use_grouped_topk=False, renormalize=renormalize)
+
+
+def whole_experts(layer, name):
+    """The weights `name` of all experts of a layer, [E, out, in], from the ranks that have them."""
+    weights = []
+    for expert in layer.experts.local_experts:
+        weight = getattr(expert, name).weight
+        weights.append(lora.merged_weight(weight) if hasattr(weight, "adapter") else weight)
+    own = torch.stack(weights)  # [experts of this rank, out, in], of which etp ranks have parts
+    group, etp = mpu.get_expert_tensor_and_model_parallel_group(), mpu.get_expert_tensor_parallel_world_size()
+    if group.size() == 1:
+        return own
+
+    parts = _gather_along_first_dim(own, group).unflatten(0, (-1, etp, len(own)))  # [ep, etp, experts of a rank, ...]
+    if name == "linear_fc2":  # split by columns
+        return parts.permute(0, 2, 3, 1, 4).flatten(3, 4).flatten(0, 1)
+    gate_up = parts.unflatten(3, (2, -1))  # each split by rows
+    return gate_up.permute(0, 2, 3, 1, 4, 5).flatten(2, 4).flatten(0, 1)
+
+
+def run_experts(rows, fc1, fc2, weights_T, experts_T, tp):
+    """vLLM's kernel on the rows [T, h], where each of `tp` ranks has a part of every expert; the sum over ranks."""
+    from vllm import _custom_ops as ops
+    from vllm.distributed import tensor_model_parallel_all_reduce
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts, X86CPUUnquantizedExperts
+
+    has_tiles = torch.cpu._is_amx_tile_supported() and rows.dtype is torch.bfloat16
+    kernel = X86CPUUnquantizedExperts if has_tiles else CPUUnquantizedExperts
+
+    # This rank's part of each expert. Its width is rounded up with zeros, as vLLM does.
+    gate_up = fc1.unflatten(1, (2, -1)).chunk(tp.size(), 2)[tp.rank()]  # [E, 2, ffn / tp, h]
+    down = fc2.chunk(tp.size(), 2)[tp.rank()]
+    missing = -down.shape[2] % kernel._intermediate_alignment()
+    gate_up, down = F.pad(gate_up, (0, 0, 0, missing)).flatten(1, 2), F.pad(down, (0, missing))
+
+    # In the order of the kernel.
+    gate_up = ops.cpu_prepack_moe_weight(gate_up.contiguous(), kernel.isa)
+    down = ops.cpu_prepack_moe_weight(down.contiguous(), kernel.isa)
+    out = torch.empty_like(rows)
+    ops.cpu_fused_moe(out, rows.contiguous(), gate_up, down, None, None, weights_T, experts_T, "silu", kernel.isa)
+    return tensor_model_parallel_all_reduce(out) if tp.size() > 1 else out
 
 
 # ---------------------------------------------------------------- the head

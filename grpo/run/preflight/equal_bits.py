@@ -23,8 +23,8 @@ BOUNDS = ("max_logp_gap", "max_mismatch_kl")
 def resolve(cfg) -> Config:
     """The configuration with model.match_engine true or false.
 
-    null becomes true on a CPU with one thread a rank, where that costs little. With equal bits vLLM's log-probs are the
-    old ones, so no pass computes them again (algo.old_logp).
+    null becomes true on a CPU if that costs little: for models without experts, with one thread a rank. With equal bits
+    vLLM's log-probs are the old ones, so no pass computes them again (algo.old_logp).
 
     Raises UserError if model.match_engine is true and bits cannot be equal.
     """
@@ -37,7 +37,7 @@ def resolve(cfg) -> Config:
     if wanted and reason:
         raise UserError(f"model.match_engine=true: {reason}, or leave it out")
     if wanted is None:
-        reason = reason or why_costly()
+        reason = reason or why_costly(hf)
     if reason:
         if not torch.cuda.device_count():
             tell(f"note: log-probs are equal to vLLM's within rounding, not by the bit: {reason}")
@@ -73,6 +73,8 @@ def why_not(cfg, hf) -> str | None:
     for key, value in options.items():
         if value:
             return f"{key}={value} makes the two compute different functions; leave it out"
+    if cfg.megatron.get("moe_token_dispatcher_type") == "allgather":
+        return "megatron.moe_token_dispatcher_type=allgather adds up experts in another order; leave it out"
 
     # A bound is of no use if nothing may differ.
     for key in BOUNDS:
@@ -82,8 +84,10 @@ def why_not(cfg, hf) -> str | None:
     return why_not_here(cfg, hf)
 
 
-def why_costly() -> str | None:
+def why_costly(hf) -> str | None:
     """Why equal bits would cost more than a tenth of a step, so that they are on by model.match_engine=true alone."""
+    if bridge.is_moe(hf):
+        return "experts are computed twice for it; model.match_engine=true does so"
     if torch.get_num_threads() > 1:
         return f"a rank has {torch.get_num_threads()} threads, and it needs one; OMP_NUM_THREADS=1 sets that"
     return None
@@ -123,7 +127,8 @@ def first_that_differs(hf, tp, dtype: torch.dtype) -> str | None:
     # Products: a few rows alone, and the same rows among 300.
     heads, kv_heads = hf.num_attention_heads // tp, max(hf.num_key_value_heads // tp, 1)
     d = bridge.head_dim(hf)
-    for width in sorted({hf.hidden_size, heads * d, hf.intermediate_size // tp}):
+    ffn = getattr(hf, "intermediate_size", None) or bridge.expert_width(hf)
+    for width in sorted({hf.hidden_size, heads * d, ffn // tp}):
         x, weight = normal(300, width), normal(512, width)
         theirs = weight_times(ops, weight, x)
         for rows in (1, ROWS, 7, 33, 100, 300):
