@@ -12,6 +12,7 @@ from tqdm import tqdm
 from config import TrainingError
 from grpo.parts.base import files, ranks
 from grpo.parts.base.rollout_files import RolloutWriter
+from grpo.parts.model.checkpoint import read_state
 from grpo.run import trackers
 from grpo.run.advice import Advice
 from grpo.step.records import Sample
@@ -35,11 +36,9 @@ class Log:
             return
 
         self.trackers = trackers.Trackers(cfg, inputs.done, self.decode)
-        past = files.read_metrics(self.out)  # of the steps before a resume
-        for metrics in past:
+        for metrics in files.read_metrics(self.out):  # of the steps before a resume
             self.advice.add(metrics)
-        missing = inputs.done - len(past)  # all of them if the checkpoint is in another folder
-        sampled = missing * cfg.rollout.prompts_per_step + sum(metrics["groups/sampled"] for metrics in past)
+        sampled = read_state(inputs.checkpoint)["prompts_taken"] if inputs.checkpoint else 0
         self.progress = Progress(cfg.train.steps, len(inputs.prompts), sampled)
 
     def evaluated(self, step, found: dict[str, float], samples: list[Sample]) -> dict[str, float]:
