@@ -5,6 +5,7 @@ from upstream's, a patch that does not apply is skipped (docs/forking.md says ho
 """
 
 import dataclasses
+import math
 import re
 import subprocess
 import sys
@@ -15,11 +16,12 @@ import numpy as np
 import pytest
 import torch
 
+import megatron_bridge as bridge
 from oracle.models import Model, read_weights
 from rollout import Trace
 from tests.compare_runs import lasting
 from tests.conftest import REPO, read_rows, tiny_config, write_rows
-from tests.forks import EXERCISES, PATCHES, apply, changed_files, server_of, train_fork
+from tests.forks import EXERCISES, PATCHES, apply, changed_files, load, server_of, train_fork
 from tests.layout_worker import equal
 
 
@@ -69,6 +71,22 @@ def test_clip_cov_by_hand(fork):
     assert module.clip_cov(batch, share=0.5).tolist() == [0, 1, -1, 0]
     first = dataclasses.replace(batch, advantages=torch.tensor([2.0, 1.0, -1.0, -1.0]))
     assert module.clip_cov(first, share=0.0).tolist() == [0, 1, -1, -1]
+
+
+def test_the_policys_likeliest_tokens_by_hand(world, tmp_path, monkeypatch):
+    """p = (1/2, 1/4, 1/8, 1/8) and q = (1/8, 1/8, 1/4, 1/2). The policy's two likeliest tokens are told apart, so the
+    rest has 1/4 of p and 3/4 of q."""
+    apply("student_top_k", tmp_path / "fork")
+    patched = load("patched", tmp_path / "fork/grpo/parts/model/divergence.py", monkeypatch)
+    bridge.init_model_parallel(tiny_config().parallel, seed=0)
+
+    logits, other = (torch.tensor([values]).log() for values in ([4.0, 2, 1, 1], [1.0, 1, 2, 4]))
+    known = patched.Known(*(torch.tensor([value]) for value in (0.0, math.log(8), 0.0, math.log(8))))
+    how = patched.OtherModel(None, None, False, kind="reverse", top_k=2)
+    group = bridge.mpu.get_tensor_model_parallel_group()
+    found, _ = patched.diverge(how, logits, other, known, 1.0, group)
+    wanted = 1 / 2 * math.log(4) + 1 / 4 * math.log(2) + 1 / 4 * math.log(1 / 3)
+    assert found.item() == pytest.approx(wanted, abs=1e-6)
 
 
 def test_the_optimal_baseline_by_hand(fork):
