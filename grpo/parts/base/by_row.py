@@ -31,11 +31,13 @@ def at_least(rows: int, x: Tensor) -> Tensor:
     return F.pad(x, (0, 0, 0, rows - len(x))) if len(x) < rows else x
 
 
-def split_queries(queries_S: np.ndarray, keys_S: np.ndarray, most: int) -> tuple[np.ndarray, ...]:
-    """Cut each segment's queries into pieces of at most `most`; returns each piece's segment, queries and keys.
+def split_queries(queries_S: np.ndarray, keys_S: np.ndarray, most: int) -> tuple[np.ndarray, Tensor, Tensor]:
+    """Cut each segment's queries into pieces of at most `most`; returns each piece's segment, where its queries begin,
+    and how many keys it has, the last two int32 as vLLM's kernel takes them.
 
-    [S], [S] → [P], [P], [P]. The last query of a piece attends to its last key. vLLM's kernel divides keys into tiles
-    by the number of queries that it gets, and sums tile by tile. So the trainer and vLLM both give it the same pieces.
+    [S], [S] → [P], [P + 1], [P]. The last query of a piece attends to its last key. vLLM's kernel divides keys into
+    tiles by the number of queries that it gets, and sums tile by tile. So the trainer and vLLM both give it the same
+    pieces.
     """
     count_S = -(-queries_S // most)
     segment_P = np.repeat(np.arange(len(queries_S)), count_S)
@@ -45,8 +47,9 @@ def split_queries(queries_S: np.ndarray, keys_S: np.ndarray, most: int) -> tuple
     number_P = np.arange(len(segment_P)) - before_S[segment_P]
     end_P = np.minimum((number_P + 1) * most, queries_S[segment_P])
 
-    cached_S = keys_S - queries_S
-    return segment_P, end_P - number_P * most, cached_S[segment_P] + end_P
+    starts = np.cumsum([0, *(end_P - number_P * most)], dtype=np.int32)
+    keys_P = (keys_S - queries_S)[segment_P] + end_P
+    return segment_P, torch.from_numpy(starts), torch.from_numpy(keys_P.astype(np.int32))
 
 
 def queries_of_a_piece(isa: str, heads: int, kv_heads: int) -> int:

@@ -41,12 +41,12 @@ def prepare():
         most = queries_of_a_piece(self.isa, self.num_heads, self.num_kv_heads)
         if common.max_query_len > most:  # else each request is one piece
             queries_S = np.diff(common.query_start_loc.numpy())
-            segment_P, queries_P, keys_P = split_queries(queries_S, common.seq_lens.numpy(), most)
+            segment_P, starts, sizes = split_queries(queries_S, common.seq_lens.numpy(), most)
             common = replace(
                 common,
-                num_reqs=len(queries_P),
-                query_start_loc=torch.from_numpy(np.cumsum([0, *queries_P], dtype=np.int32)),
-                seq_lens=torch.from_numpy(keys_P.astype(np.int32)),
+                num_reqs=len(sizes),
+                query_start_loc=starts,
+                seq_lens=sizes,
                 block_table_tensor=common.block_table_tensor[torch.from_numpy(segment_P)],
             )
         return build(self, common_prefix_len, common, fast_build)

@@ -195,9 +195,7 @@ class Attention(torch.autograd.Function):
 
         # The requests are pieces of the segments' queries, as in vLLM.
         most = queries_of_a_piece(isa, heads, kv_heads)
-        segment_P, queries_P, keys_P = split_queries(segments.queries_S, segments.keys_S, most)
-        starts = torch.from_numpy(np.cumsum([0, *queries_P], dtype=np.int32))
-        sizes = torch.from_numpy(keys_P.astype(np.int32))
+        segment_P, starts, sizes = split_queries(segments.queries_S, segments.keys_S, most)
 
         # Each segment has pages of its own, one after another. A page has zeros where there is no token.
         pages_S = -(-segments.keys_S // PAGE)
