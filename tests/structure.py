@@ -23,14 +23,14 @@ LONG, WITHOUT_PARAGRAPH, TOKENS_A_LINE = 15, 0.2, 9.5
 BUDGET = {
     "top": 16191,
     "grpo/step": 12386,
-    "grpo/parts": 41832,
-    "grpo/run": 26660,
+    "grpo/parts": 41061,
+    "grpo/run": 26279,
     "rewards": 6486,
     "examples": 393,
-    "oracle": 27872,
+    "oracle": 27274,
     "tools": 7465,
     "benchmarks": 8184,
-    "tests": 115304,
+    "tests": 114518,
     "recipes": 7302,
     "docs": 38735,
 }
