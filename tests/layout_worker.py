@@ -2,10 +2,9 @@
 
     torchrun --nproc_per_node=4 tests/layout_worker.py PLANS.json
 
-A plan is {"overrides", "samples", "out", "layouts": {name: [overrides]}, "bins": [[sample numbers]], "reference",
-"compiled"}. If bins are given, they are the micro-batches of the update. With a reference, the folder of its weights,
-the loss has divergences from it and from algo.teacher. If it is not compiled, a CPU runs what Megatron compiles as it
-is, as in a run of train_grpo.py.
+A plan is {"overrides", "samples", "out", "layouts": {name: [overrides]}, "bins": [[sample numbers]], "reference"}. If
+bins are given, they are the micro-batches of the update. With a reference, the folder of its weights, the loss has
+divergences from it and from algo.teacher.
 For each layout, rank 0 writes NAME.safetensors: "logp" [F] as the trainer scores it, "loss", "grad_norm", the gradients
 as "grad.<Hugging Face name>" (with adapters theirs, and "merged.<name>", the weights that were pushed), "load" per
 layer where there are experts, "shared" (positions that were not computed again), "held" [ranks, 4] (held_bytes), and
@@ -171,8 +170,6 @@ def one_layout(plan, name) -> dict[str, torch.Tensor]:
 
 def main():
     for plan in json.loads(Path(sys.argv[1]).read_text()):
-        is_compiled = torch.cuda.is_available() or "compiled" in plan
-        torch.compiler.set_stance("default" if is_compiled else "force_eager")
         for name in plan["layouts"]:
             ranks.join_ranks(timeout_s=600)
             found = one_layout(plan, name)

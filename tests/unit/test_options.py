@@ -3,7 +3,6 @@
 import fnmatch
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
 import megatron_bridge as bridge
@@ -66,13 +65,11 @@ def check_same(plain, found):
 
 
 def test_options_change_no_update(world, tmp_path):
-    """What Megatron compiles is not compiled, which takes half a minute; the ranks of the slow test compile it."""
     chosen = EVERYTHING["qwen2_moe"]
     plan = make_plan(tmp_path, "qwen2_moe", layouts={"plain": [], **chosen})
-    with torch.compiler.set_stance("force_eager"):
-        plain = one_layout(plan, "plain")
-        for name in chosen:
-            check_same(plain, one_layout(plan, name))
+    plain = one_layout(plan, "plain")
+    for name in chosen:
+        check_same(plain, one_layout(plan, name))
 
 
 @pytest.mark.parametrize("family", EVERYTHING)
@@ -130,7 +127,7 @@ def test_options_change_no_update_of_two_ranks(fork_server, tmp_path):
             for size in sizes
             for name, overrides in {"plain": [], **chosen}.items()
         }
-        plans.append(make_plan(tmp_path / family, family, layouts=layouts, compiled=True))
+        plans.append(make_plan(tmp_path / family, family, layouts=layouts))
     for found in run_worker(fork_server, tmp_path, 2, *plans):
         for layout in found:
             check_same(found[f"{layout.split()[0]} plain"], found[layout])
