@@ -55,7 +55,7 @@ def token_logprobs(model, hidden, mb, temperature, with_entropy=True):
         hidden_M, weight, targets_M, temperature, with_entropy, dtype, fused, cuts, model.matches, others
     )
     logp_T, entropy_T, *of_others = [to_row(values_M, rows_M, mb) for values_M in found]
-    return logp_T, entropy_T, *zip(*[iter(of_others)] * 3, strict=True)
+    return logp_T, entropy_T, *(of_others[n : n + 3] for n in range(0, len(of_others), 3))
 
 
 def head_weight(model):
@@ -165,6 +165,7 @@ class HeadLogp(torch.autograd.Function):
                 stats.append(matched.logp_stats(ctx.logits, targets_M[chunk], temperature, with_entropy))
             else:
                 stats.append(logits_stats(ctx.logits, local_M[chunk], temperature, with_entropy))
+
             known = []
             if others:
                 whole = stats[-1] if matches else join_stats(stats[-1], local_M[chunk], len(weight), group)
