@@ -1,6 +1,6 @@
 """Rows of the data and the prompts that they become, read apart from the script.
 
-`data` is that section of the configuration. Only `rows_of` asks the script, for rows that are in no JSON file.
+`data` is that section of the configuration. Only `rows_of` asks the script, for rows that are in no plain file.
 """
 
 import glob
@@ -36,8 +36,8 @@ class Written(float):
 def rows_of(name, data, key):
     """The rows of an entry of data.train or data.eval."""
     files = files_at(name)
-    if data.custom is None and files and all(Path(file).suffix in (".json", ".jsonl") for file in files):
-        return [row for file in files for row in read_json(file)]
+    if data.custom is None and files and all(map(is_plain, files)):
+        return [row for file in files for row in READERS[Path(file).suffix](file)]
 
     # A data set of the hub, an address, a folder, another kind of file, the user's own function.
     from grpo.parts.data.tables import read_tables, rows_between
@@ -51,12 +51,45 @@ def files_at(name):
     return [name] if Path(name).is_file() else sorted(glob.glob(name, recursive=True))
 
 
+def is_plain(file):
+    """Whether READERS give what the file says. Of parquet they do not know float32 and the type Json of datasets."""
+    if Path(file).suffix != ".parquet":
+        return Path(file).suffix in READERS
+    import pyarrow.parquet
+
+    schema = pyarrow.parquet.read_schema(file)
+    return "float" not in str(schema.types) and '"Json"' not in str(schema.metadata)  # float64 is "double"
+
+
 def read_json(file):
     """An object on each line, or a list of objects."""
     text = Path(file).read_text("utf-8-sig")
     if text.lstrip().startswith("["):
         return json.loads(text, parse_float=Written)
     return [json.loads(line, parse_float=Written) for line in text.split("\n") if line.strip()]
+
+
+def read_parquet(file):
+    import pyarrow.parquet
+
+    return [without_nulls(row) for row in pyarrow.parquet.read_table(file).to_pylist()]
+
+
+READERS = {".json": read_json, ".jsonl": read_json, ".parquet": read_parquet}
+
+
+def without_nulls(value, in_chat=False):
+    """Arrow gives each message the keys of all others, as nulls; the content alone may be one."""
+    if isinstance(value, list):
+        in_chat = in_chat or all(isinstance(part, dict) and "role" in part for part in value)
+        return [without_nulls(part, in_chat) for part in value]
+    if not isinstance(value, dict):
+        return value
+    return {
+        name: without_nulls(part, in_chat or name in ("tools", "chat_template_kwargs"))
+        for name, part in value.items()
+        if not in_chat or part is not None or name == "content"
+    }
 
 
 def lookup(row, key):

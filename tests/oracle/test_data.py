@@ -77,7 +77,7 @@ def test_a_prompt_without_a_template(model, tmp_path):
 
 
 def test_other_files_and_mixtures(model, tmp_path):
-    """Their rows are read as the run reads them."""
+    """Arrow gives messages the keys of others, and has numbers of 32 bits."""
     rows = [
         {**row, "answer": json.dumps(row["answer"]), "hint": "1"} for row in ROWS if isinstance(row["prompt"], list)
     ]
