@@ -115,14 +115,13 @@ def folder_files(folder, named: list[str], split, key) -> list[str]:
 
 def read_table(name, arguments: dict, key) -> Table:
     """The rows of one file or hub data set. Raises ValueError that names it, and line or column where known."""
-    kind, file = arguments["path"], arguments.get("data_files")
+    file = arguments.get("data_files", "")
+    if "://" in file:
+        file = quiet_datasets().DownloadManager().download(file)
+    if arguments["path"] == "json":  # arrow would give a column one type, and all its objects the same keys
+        return read_json(file, f"{key}: {name}")
     try:
-        if kind not in ("json", "csv"):
-            return read_arrow(arguments)
-        if "://" in file:
-            file = quiet_datasets().DownloadManager().download(file)
-        if kind == "csv":
-            return read_csv(file)
+        return read_csv(file) if arguments["path"] == "csv" else read_arrow(arguments)
     except Exception as error:  # datasets raises many kinds, of its own, pyarrow, the hub, the file system
         while error.__cause__:
             error = error.__cause__
@@ -130,7 +129,6 @@ def read_table(name, arguments: dict, key) -> Table:
         if "corresponds to no data" in problem or "BatchSize must be greater than 0" in problem:
             problem = "it has no rows"
         raise ValueError(f"{key}: {name}: {problem}") from None
-    return read_json(file, f"{key}: {name}")  # arrow would give a column one type, and all its objects the same keys
 
 
 def quiet_datasets():
@@ -156,7 +154,6 @@ def read_arrow(arguments: dict) -> Table:
 
 def read_csv(file) -> list[dict]:
     """The rows of a CSV file, every column as text, so that 007 stays 007. Only an empty field is null."""
-    csv.field_size_limit(2**31 - 1)  # else 131,072 characters
     rows = []
     with open(file, newline="", encoding="utf-8-sig") as opened:
         for number, row in enumerate(csv.DictReader(opened), 1):
