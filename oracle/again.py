@@ -29,7 +29,8 @@ def ask(state, engine):
     run = state.run
     if state.trainer is None or state.tokenizer is None:
         return state.report.note("sampling", "asked again: there is no model")
-    if torch.cuda.is_available() or json.loads((run.folder / "versions.json").read_text())["driver"]:
+    versions = run.folder / "versions.json"
+    if torch.cuda.is_available() or (versions.exists() and json.loads(versions.read_text()).get("driver")):
         return state.report.remarks.append("vLLM is not asked again: on a GPU random numbers depend on the device")
 
     # Of the first step, and of the one after the last export that has one after it.

@@ -75,6 +75,8 @@ def judge_answers(state, rows, step, sampling, limit):
 
 def judge_requests(state, row, number, sampling, limit):
     """What SamplingParams said for each turn of an answer, the `number`-th of its group."""
+    if not row.get("sampling"):
+        return state.report.note("sampling", "not recorded")
     wanted = requests_of(state, row, number, sampling, limit)
     wrong = []
     if len(row["sampling"]) != len(wanted):
@@ -113,7 +115,7 @@ def answer_problem(state, row, sampling, limit):
     if length > limit or (not last and length < limit):
         return f"it has {length} tokens, the limit is {limit}, finished is {finished}"
     # With turns the limit may also leave no room for what the environment replies.
-    may_be_cut = state.cfg.rollout.turns and row["ended"] == "limit"
+    may_be_cut = state.cfg.rollout.turns and row.get("ended", "limit") == "limit"
     if finished != last and (finished or not may_be_cut):
         return f"finished is {finished}, but the last token {row['response_ids'][-1]} says otherwise"
     ends = {*state.ends, *sampling.stop_token_ids}
@@ -131,6 +133,8 @@ def end_problem(state, row, count, is_ended):
     """Whether a conversation of `count` turns of the model ended as it says; empty if so, or if it says nothing."""
     if not state.cfg.rollout.turns:
         return ""
+    if "ended" not in row:
+        return state.report.note("answers", "not recorded: why a conversation ended")
     possible = {
         "done": is_ended, "max_turns": is_ended and count == state.cfg.rollout.max_turns,
         "limit": not row["finished"], row["graded"]: row["graded"] != "ok",

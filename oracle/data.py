@@ -3,6 +3,7 @@
 `data` is that section of the configuration. Only `rows_of` asks the script, for rows that are in no plain file.
 """
 
+import csv
 import glob
 import json
 from collections.abc import Sequence
@@ -69,13 +70,19 @@ def read_json(file):
     return [json.loads(line, parse_float=Written) for line in text.split("\n") if line.strip()]
 
 
+def read_csv(file):
+    """All columns are text; an empty field is null."""
+    with open(file, newline="", encoding="utf-8-sig") as opened:
+        return [{name: text or None for name, text in row.items()} for row in csv.DictReader(opened)]
+
+
 def read_parquet(file):
     import pyarrow.parquet
 
     return [without_nulls(row) for row in pyarrow.parquet.read_table(file).to_pylist()]
 
 
-READERS = {".json": read_json, ".jsonl": read_json, ".parquet": read_parquet}
+READERS = {".json": read_json, ".jsonl": read_json, ".csv": read_csv, ".parquet": read_parquet}
 
 
 def without_nulls(value, in_chat=False):

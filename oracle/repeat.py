@@ -68,6 +68,10 @@ def repeat_updates(state, rows, groups):
     planned = algorithm.updates_of(rows, groups, state.cfg, state.report.step)
     updates.judge_number(state, planned)
     lines = state.lines
+    if lines is None:
+        lines = updates.of_metrics(state.metrics, len(planned))
+        for item in ("updates", "token-weights"):
+            state.report.note(item, "of steps that an earlier version made, which did not record them")
 
     # Answers that were trained and not sampled in this step are numbered after those of it.
     answers = [scored(row, state.cfg) for row in rows]
@@ -102,7 +106,7 @@ def repeat_updates(state, rows, groups):
     for number, line in enumerate(lines):
         if state.unknown and not state.has_moments:
             return None
-        if number:
+        if number and "values" in line:
             updates.judge_values(state, line)
         sums = repeat_update(state, answers, chosen, weights[number], line, len(rows))
         clipped += sums["clipped"]
@@ -127,12 +131,14 @@ def repeat_update(state, answers, chosen, weights, line, sampled):
         if updates.judge_log_probs(state, answers, chosen, sampled):
             judge_odds(state, answers[:sampled])
 
-    if not state.unknown:
+    if "grad_norm" in line and not state.unknown:
         sums = updates.judge_outcome(state, taken, weights, line, sums)
-    if not state.has_moments:
+    if state.metrics["update/applied"] and not line["applied"] and state.lines is None:
+        state.lose("some updates of a step were skipped, it is not recorded which", ("weights",))
+    elif not state.has_moments:
         state.lose("the moments of AdamW are not known", ("weights",))
     elif line["applied"]:
         is_ours = not (state.unknown or state.doubt)
-        norm = sums["grad_norm"] if is_ours else line["grad_norm"] or sums["grad_norm"]
+        norm = sums["grad_norm"] if is_ours else line.get("grad_norm") or sums["grad_norm"]
         state.trainer.step(norm, state.cfg.train.lr)
     return sums

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import yaml
 
-from config import Config, UserError
-from grpo.parts.base.read_config import validate
+from config import Config
+from grpo.parts.base.read_config import SECTIONS
 
 FIELDS = {  # of an answer in rollouts/, and of a line of metrics.jsonl, without which nothing can be repeated
     "group", "seed", "prompt_ids", "response_ids", "rollout_logp", "turns", "text", "source", "finished", "graded",
-    "reward", "reward_parts", "advantage", "sampling",
+    "reward", "reward_parts", "advantage",
 }  # fmt: skip
 METRICS = {
     "reward/mean", "groups/sampled", "groups/trained", "loss/total", "loss/policy", "grad_norm", "entropy", "kl/ref",
@@ -30,13 +30,16 @@ class Recorded:
     remarks: list[str]  # what is missing
 
     def rollouts(self, step, kind="step"):
-        """The answers of a step, or with kind="eval" of the evaluation after it; [] where there is no such file."""
+        """The answers of a step, or with kind="eval" of the evaluation after it; none where there was no such."""
         path = self.folder / f"rollouts/{kind}_{step:06d}.jsonl"
         return read_rows(path) if path.exists() else []
 
     def updates(self, step):
-        """What each update of a step trained and gave."""
-        return self.rollouts(step, "updates")
+        """What each update of a step trained and gave; None where an earlier version made the step, as before a resume
+        by this one.
+        """
+        path = self.folder / f"rollouts/updates_{step:06d}.jsonl"
+        return read_rows(path) if path.exists() else None
 
     def has(self, folder, step):
         """The folder of a step in hf/, adapter/ or checkpoints/, if there is one."""
@@ -53,10 +56,7 @@ def read_run(folder: Path, steps: int | None = None):
     """What the run in this output folder recorded, of the first `steps`. ValueError where it cannot be judged."""
     if not (folder / "config.yaml").exists():
         raise ValueError(f"{folder} has no config.yaml: give the output_dir of a run")
-    try:
-        cfg = validate(yaml.safe_load((folder / "config.yaml").read_text()), folder)
-    except UserError as error:
-        raise ValueError(f"{folder}/config.yaml is of another commit: {error}") from None
+    cfg, remarks = read_config(yaml.safe_load((folder / "config.yaml").read_text()))
     log = folder / "metrics.jsonl"
     lines = read_rows(log) if log.exists() else []
     metrics = {line["step"]: line for line in lines if "reward/mean" in line or line["step"] == 0}
@@ -67,14 +67,15 @@ def read_run(folder: Path, steps: int | None = None):
     if lacking := sorted({*range(1, done + 1)} - ({*metrics} & {*paths})) or [1] * (not done):
         missing = "rollouts/ has no answers" if lacking[0] not in paths else "metrics.jsonl has no line"
         raise ValueError(f"{folder}: {missing} of step {lacking[0]}, so that nothing after it can be repeated")
-    unfinished = sorted({*metrics, *paths} - {*range(done + 1)})
-    remarks = [f"step {unfinished[0]} has not ended: it is not repeated"] if unfinished else []
+    if unfinished := sorted({*metrics, *paths} - {*range(done + 1)}):
+        remarks.append(f"step {unfinished[0]} has not ended: it is not repeated")
 
     # An earlier version wrote less, and no updates.
     steps = [*range(1, done + 1)][:steps]
+    recorded = {int(path.stem.removeprefix("updates_")) for path in folder.glob("rollouts/updates_*.jsonl")}
     for step in steps:
-        path = folder / f"rollouts/updates_{step:06d}.jsonl"
-        if not path.exists():
+        if recorded and step > min(recorded) and step not in recorded:
+            path = folder / f"rollouts/updates_{step:06d}.jsonl"
             raise ValueError(f"{path} is missing, so that nothing after step {step - 1} can be repeated")
         rows = read_rows(paths[step])
         if not rows:
@@ -83,3 +84,17 @@ def read_run(folder: Path, steps: int | None = None):
             if lacking := sorted(names - found.keys()):
                 raise ValueError(f"{folder}: {what} lacks {', '.join(lacking)}: the run is of an earlier version")
     return Recorded(folder, cfg, metrics, steps, remarks)
+
+
+def read_config(tree):
+    """The configuration of a run, and a remark on each key that only it or only this commit knows."""
+    remarks = []
+    for section, kind in {"": Config, **SECTIONS}.items():
+        part = tree.setdefault(section, {}) if section else tree
+        for name in sorted(part.keys() ^ kind.model_fields.keys()):
+            key = f"{section}.{name}".removeprefix(".")
+            if name in part:
+                remarks.append(f"this commit does not know {key}={part.pop(name)}: ignored")
+            else:
+                remarks.append(f"the run, of another commit, does not know {key}: the default is used")
+    return Config.model_validate(tree), remarks

@@ -33,7 +33,7 @@ class State:
         self.cfg = run.cfg  # in each step with the values of that step
         self.report = report
         self.metrics = None  # of the step, as the run has them
-        self.lines = None  # of the step's updates
+        self.lines = None  # of the step's updates, in a run that records them
         self.taken = self.updates = 0  # prompts, and the optimizer's updates, so far
         self.grader = Grader(run.cfg)
         self.own = set()  # items that the checkout computes in place of formulas

@@ -95,7 +95,6 @@ def folder(tmp_path):
     (tmp_path / "rollouts").mkdir()
     for step in (1, 2):
         write_rows(tmp_path / f"rollouts/step_{step:06d}.jsonl", [ROW])
-        write_rows(tmp_path / f"rollouts/updates_{step:06d}.jsonl", [])
     write_rows(tmp_path / "metrics.jsonl", [dict.fromkeys(run.METRICS) | {"step": step} for step in (1, 2)])
     return tmp_path
 
