@@ -142,6 +142,7 @@ def explain_failure(error, phase, out: Path):
 def output_dir(cfg, inputs) -> Iterator[Inputs]:
     """Check machines and ranks, lock the output folder, and give the inputs with the checkpoint to resume from."""
     machines.check_ranks(cfg.model_dump(), "data.train", inputs.prompts.fingerprint)
+    machines.check_clocks()
     ranks.on_first_rank(partial(machines.check_first_host, cfg))
     if os.environ["LOCAL_RANK"] == "0":
         machines.check_host_memory(cfg)

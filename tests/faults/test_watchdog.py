@@ -171,7 +171,7 @@ def say_error(action, *arguments):
 say_error(ranks.on_first_rank, lambda: int("x"))
 pair, alone = dist.new_group([0, 1]), dist.new_group([1])
 machines.check_groups({"tp": pair, "pp": alone if rank == 1 else None}, 30)
-say_error(machines.check_ranks, {"seed": rank}, "data.train", {"all columns": "1", "token ids": "1"})
+say_error(machines.check_ranks, {"seed": rank}, "data.train", {"rows": "1", "token ids": "1"})
 if rank == 0:
     say_error(machines.check_groups, {"tp": pair}, 1)
 dist.barrier()

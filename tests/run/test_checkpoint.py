@@ -137,18 +137,38 @@ def test_damage_is_found_and_the_one_before_is_taken(world, tmp_path, harm, mess
 
 def test_what_a_resumed_run_must_share(world, tmp_path, capsys):
     now = {"data": {"train": "a.jsonl"}, "train": {"steps": 9, "lr": 2.0}}
-    data = {"all columns": "abc", "token ids": "2"}
+    data = {"rows": "abc", "columns besides the prompt": "1", "token ids": "2"}
     path = saved(tmp_path, 3, "weight", data=data, config={**now, "train": {"steps": 9, "lr": 1.0}})
     (path / "versions.json").write_text(json.dumps({**versions.versions(), "torch": "2.12.0"}))
-    assert checkpoint.check_resumed(path, now, data | {"token ids": "3"}) == 3
+    assert checkpoint.check_resumed(path, now, data | {"columns besides the prompt": "3"}) == 3
     assert capsys.readouterr().out.splitlines()[1:] == [
-        "         changed: data.train, token ids",
+        "         changed: data.train, columns besides the prompt",
         "         changed: train.lr: 1.0 → 2.0", f"         changed: torch: 2.12.0 → {versions.versions()['torch']}",
     ]  # fmt: skip
     with pytest.raises(UserError, match=r"data.train=a.jsonl: not the prompts that"):
-        checkpoint.check_resumed(path, now, data | {"all columns": "another"})
+        checkpoint.check_resumed(path, now, data | {"rows": "another"})
     with pytest.raises(UserError, match=r"train.steps=2, but .* is already after step 3"):
         checkpoint.check_resumed(path, {**now, "train": {"steps": 2, "lr": 2.0}}, data)
+
+
+def test_weights_that_an_older_commit_stacked_over_the_layers(world, tmp_path):
+    whole = torch.arange(12.0).view(2, 3, 2)
+    parts = {"param.layers.fc.weight@0,0,0": whole[:1], "param.layers.fc.weight@1,0,0": whole[1:, :2]}
+    parts["param.layers.fc.weight@1,2,0"] = whole[1:, 2:]
+    parts = {name: part.contiguous() for name, part in parts.items()}
+    shapes = json.dumps(dict.fromkeys(parts, whole.shape))
+    save_file(parts, tmp_path / "rank_00000_000.safetensors", {"shapes": shapes})
+    keys = ["param.layers.0.fc.weight", "param.layers.1.fc.weight"]
+    wanted = {key: ShardedTensor.from_rank_offsets(key, torch.empty(3, 2)) for key in keys}
+    assert torch.equal(torch.stack(list(read_sharded(tmp_path, wanted).values())), whole)
+
+
+@pytest.mark.parametrize("was, warned", [("abc", 0), ("another formula", 1)])
+def test_a_fingerprint_of_another_formula_is_not_other_data(world, tmp_path, capsys, was, warned):
+    now = {"data": {"train": "a.jsonl"}, "train": {"steps": 9}}
+    path = saved(tmp_path, 3, "weight", data=was, config=now)
+    assert checkpoint.check_resumed(path, now, {"rows": "abc", "token ids": "2"}) == 3
+    assert capsys.readouterr().out.count("warning: ") == warned
 
 
 @pytest.mark.parametrize("key", ["lora.rank=4", "algo.kl_coef=0.1"])

@@ -14,8 +14,9 @@ import pyarrow.parquet
 import pytest
 import tokenizers
 import transformers
+from torch.utils.data import ConcatDataset
 
-from config import DataConfig
+from config import DataConfig, RankError
 from grpo.parts.data.prompts import check_reading, load_prompts, load_tokenizer
 from grpo.parts.data.tables import find_sources
 from grpo.run.inputs import first_day
@@ -267,8 +268,7 @@ def test_a_template_that_writes_todays_date_gets_that_of_the_run(load, tokenizer
     write("a.jsonl", ROWS)
     first, second = (load("a.jsonl", date=date) for date in ("2026-11-27", "2026-11-28"))
     assert (
-        tokenizer.decode(first[0].ids) == "27112026-0+0=>"
-        and first.fingerprint["all columns"] == second.fingerprint["all columns"]
+        tokenizer.decode(first[0].ids) == "27112026-0+0=>" and first.fingerprint["rows"] == second.fingerprint["rows"]
     )
 
 
@@ -419,10 +419,10 @@ GOOD = b'{"prompt": "1", "answer": "1"}\n'
 BAD_FILES = {
     "empty.jsonl": (b"", "empty.jsonl has no rows"),
     "broken.jsonl": (GOOD + b'\n{"prompt": ', "broken.jsonl, line 3: Expecting value"),
-    "cut.json": (b'[{"prompt": "1"}', "cut.json: Expecting ',' delimiter: line 1 column 17"),
+    "cut.json": (b'[{"prompt": "1"}', "cut.json: Expecting ',' or the end of the list: line 1 column 17"),
     "no_object.json": (b'[{"prompt": "1"}, "\\u005d"]', "no_object.json, row 2: not a JSON object"),
     "deep.jsonl": (GOOD + b'{"prompt": ' + b"[" * 20000, "deep.jsonl, line 2: too many lists"),
-    "deep.json": (b'[{"prompt": "1", "answer": %s}]' % (b"[" * 20000), "deep.json: too many lists"),
+    "deep.json": (b'[{"prompt": "1", "answer": %s}]' % (b"[" * 700 + b"]" * 700), "deep.json.*: too many lists"),
     "broken.json": (b'[{"prompt": "1"},\n{"prompt": ]', "broken.json: Expecting value: line 2 column 12"),
     "scalar.jsonl": (GOOD + b"5\n", "scalar.jsonl, line 2: not a JSON object"),
     "latin.jsonl": (
@@ -480,18 +480,19 @@ def test_damaged_parquet_and_arrow(load):
             load(name)
 
 
-def test_large_sets_stay_mapped_and_give_the_same(load, monkeypatch):
+@pytest.mark.parametrize("kind", ["json", "jsonl", "parquet"])
+def test_large_sets_stay_mapped_and_give_the_same(load, monkeypatch, kind):
     """Rows, ids, and what is said of a mistake, where a block ends inside the second file."""
-    files = ["a.parquet", "b.parquet"]
-    for name, rows in zip(files, [VERL, [*VERL, {**VERL[0], "reward_model": None}]], strict=True):
+    for name, rows in {f"a.{kind}": VERL, f"b.{kind}": [*VERL, {**VERL[0], "reward_model": None}]}.items():
         write(name, rows)
+    files = [f"a.{kind}", f"b.{kind}"]
     held = load([files[0]] * 2, max_prompt_tokens=5, **VERL_KEYS)
     monkeypatch.setattr("grpo.parts.data.prompts.LARGE_BYTES", 0)
     monkeypatch.setattr("grpo.parts.data.tokens.BLOCK", 4)
     mapped = load([files[0]] * 2, max_prompt_tokens=5, **VERL_KEYS)
-    assert isinstance(held.table, list) and isinstance(mapped.table, datasets.Dataset)
+    assert isinstance(held.table, list) and isinstance(mapped.table, (datasets.Dataset, ConcatDataset))
     assert list(mapped) == list(held) and len(held) == 12 and mapped.fingerprint == held.fingerprint
-    with pytest.raises(ValueError, match=r"^data\.train: .*b\.parquet, row 7: 'reward_model\.ground_truth' is null"):
+    with pytest.raises(ValueError, match=rf"^data\.train: .*b\.{kind}, row 7: 'reward_model\.ground_truth' is null"):
         load(files, **VERL_KEYS)
 
 
@@ -551,11 +552,26 @@ def test_columns_of_type_json_are_what_their_text_says(load, tokenizer):
         assert [p.row for p in prompts] == rows and [p.answer for p in prompts] == ["007", [10**15, 0.5]]
 
 
+@pytest.mark.parametrize("name", ["a.json", "a.jsonl"])
+def test_a_file_changed_while_the_run_reads_it(load, monkeypatch, name):
+    monkeypatch.setattr("grpo.parts.data.prompts.LARGE_BYTES", 0)
+    write(name, ROWS)
+    prompts, before = load(name), Path(name).read_bytes()
+    Path(name).touch()
+    assert [p.answer for p in prompts] == [row["answer"] for row in ROWS]
+    for change in (before.replace(b"007", b"008"), b""):
+        Path(name).write_bytes(change)
+        with pytest.raises(RankError, match=rf"{name} was changed while the run reads it"):
+            prompts[0]
+    Path(name).write_bytes(before)
+    assert prompts[0].answer == "007"
+
+
 @pytest.mark.parametrize(
     "change, differ",
     [
-        ({"more": [[1, 2], [3, 4]]}, "all columns"),
-        ({"answer": "2"}, "all columns"),
+        ({"more": [[1, 2], [3, 4]]}, "columns besides the prompt"),
+        ({"answer": "2"}, "rows, columns besides the prompt"),
         ({"template": "{{ messages[0].content }}="}, "token ids"),
         ({"letters": ">321"}, "token ids"),
         ({}, ""),

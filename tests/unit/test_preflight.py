@@ -32,7 +32,7 @@ def test_another_configuration_commit_and_other_data_of_a_machine_are_refused(mo
     monkeypatch.setattr(versions, "versions", lambda: {"commit": "a"})
     with pytest.raises(UserError, match=r"^the ranks have different configurations; start ") as refusal:
         machines.check_ranks(
-            {"seed": 0, "train": {"lr": 1e-6}, "megatron": {}}, "data.train", {"all columns": "1", "token ids": "1"}
+            {"seed": 0, "train": {"lr": 1e-6}, "megatron": {}}, "data.train", {"rows": "1", "token ids": "1"}
         )
     assert refusal.value.args[0].splitlines()[1:] == [
         "  train.lr: 1e-06 on rank 0, 1 (north); 1e-05 on rank 2 (south)",
@@ -40,6 +40,21 @@ def test_another_configuration_commit_and_other_data_of_a_machine_are_refused(mo
         "  commit: a on rank 0, 1 (north); b on rank 2 (south)",
         "  megatron.field: not set on rank 0, 1 (north); 1 on rank 2 (south)",
     ]
+
+
+@pytest.mark.parametrize(
+    "times, said",
+    [
+        ([("north", 100.0), ("north", 105.0), ("south", 100.9)], None),  # rank 1 is late
+        ([("north", 100.0), ("south", 97.5), ("south", 98.0)], "north is 2.5 s ahead of south's"),
+    ],
+)
+def test_clocks_of_machines_that_differ(monkeypatch, capsys, times, said):
+    monkeypatch.setattr(ranks, "gather", lambda own: times)
+    monkeypatch.setattr(machines.dist, "get_rank", lambda: 0)
+    machines.check_clocks()
+    out = capsys.readouterr().out
+    assert (said in out) if said else not out
 
 
 def test_a_missing_library_is_named(monkeypatch, tmp_path):

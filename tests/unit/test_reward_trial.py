@@ -9,6 +9,7 @@ from grpo.parts.data.prompts import Prompt
 from grpo.run.preflight.reward_trial import try_rewards
 
 LETTERS = ["A", "B", "C", "D"]
+COLUMNS = "         the columns {} are read by no key; a reward of your own gets them in its row"
 NUMBERS = [str(number) for number in range(200)]
 
 
@@ -45,7 +46,7 @@ def test_what_does_not_compare_is_not_tried():
 
 def test_rows_that_no_program_can_be_tested_on_are_refused():
     code = {"functions": {"code": "rewards/code.py:code"}}
-    assert lines_of(["3"], "code", columns={"tests": ["assert f(1) == 2"]}, **code) == []
+    assert lines_of(["3"], "code", columns={"tests": ["assert f(1) == 2"]}, **code) == [COLUMNS.format("tests")]
     with pytest.raises(UserError, match=r"code cannot grade rows .*: the row has 1 `inputs` and 2 `outputs`"):
         lines_of(["3"], "code", columns={"inputs": ["1"], "outputs": [1, 2]}, **code)
 
@@ -72,3 +73,9 @@ def test_a_reward_that_passes_the_answer_of_another_row():
 def test_each_source_is_tried_with_its_own_reward():
     lines = lines_of(NUMBERS, "exact", sources=("a", "b"), by_source={"b": "gsm8k"})
     assert [line.split()[1] for line in lines] == ["exact", "gsm8k"]
+
+
+def test_columns_that_nothing_reads_are_listed():
+    keys = {"options": {"format": {"row_key": "pattern"}}}
+    (line, _) = lines_of(NUMBERS, "exact", columns={"level": 1, "pattern": "a+", "source": "x"}, **keys)
+    assert line == COLUMNS.format("level")

@@ -19,12 +19,12 @@ from numpy import ndarray
 from torch.utils.data import ConcatDataset
 
 from config import DataConfig
-from grpo.parts.base import ranks
-from grpo.parts.base.require import brief, require_data
+from grpo.parts.base.require import require_data
 from grpo.parts.data import mixing, tokens
 from grpo.parts.data.tables import Table, concatenate, hold_small, read_tables, rows_between
 
-FINGERPRINTS = ("all columns", "token ids")  # which checkpoints keep: a new formula needs a new name
+# "rows": prompts, hints, answers, sources and their order. Checkpoints keep these: a new formula needs a new name.
+FINGERPRINTS = ("rows", "columns besides the prompt", "token ids")
 LARGE_BYTES = 16 * 2**20  # a rank keeps a smaller table in memory, and reads the rows of a larger one from its files
 
 
@@ -101,7 +101,10 @@ def load_tokenizer(path):
     try:
         return transformers.AutoTokenizer.from_pretrained(path)
     except Exception as error:  # a damaged file may raise any exception
-        raise ValueError(f"model.path={path}: its tokenizer cannot be read: {brief(error)}") from None
+        problem = " ".join(str(error).split())[:300]
+        raise ValueError(
+            f"model.path={path}: its tokenizer cannot be read: {type(error).__name__}: {problem}"
+        ) from None
 
 
 def check_reading(path, tokenizer, prompts: Sequence[Prompt], cfg):
@@ -143,8 +146,8 @@ def check_reading(path, tokenizer, prompts: Sequence[Prompt], cfg):
         )
 
     if others:
-        ranks.tell(
-            f"warning: model.path={path}: {class_name} of transformers gives {others} of {checked} prompts other ids "
+        tokens.warn(
+            f"model.path={path}: {class_name} of transformers gives {others} of {checked} prompts other ids "
             "than tokenizer.json has; see tokenizer_class in tokenizer_config.json"
         )
 
@@ -193,7 +196,8 @@ def load_set(value: str | list[str], cfg, tokenizer, vocab_size, key) -> PromptS
         prompts.ids.append(array("i", row.ids))
         if cfg.hint_key is not None:
             prompts.hinted.append(array("i", row.hinted))
-        digests["all columns"].update(row.content.encode())
+        digests["rows"].update(row.digest)
+        digests["columns besides the prompt"].update(row.others.encode())
         digests["token ids"].update(array("i", [row.length, *row.ids, *row.hinted]))
     prompts.fingerprint = {name: digest.hexdigest()[:16] for name, digest in digests.items()}
 

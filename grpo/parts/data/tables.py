@@ -1,31 +1,40 @@
 """The first stage: rows, read from the files or the hub data set that a name stands for.
 
-JSON and csv are read here, into memory, everything else by the `datasets` library. docs/data.md says what is allowed.
-Anything else is a ValueError that names the key, the file and the line or column. datasets is imported where it is
-used, since it takes seconds of each rank's start.
+JSON is read here, everything else by the `datasets` library. docs/data.md says what is allowed. Anything else is a
+ValueError that names the key, the file and the line or column. datasets and pandas are imported where they are used,
+since they take seconds of each rank's start.
 """
 
 import contextlib
-import csv
 import glob
 import json
 import os
+import pickle
 import re
-from itertools import chain
+import zlib
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
+from torch.utils.data import ConcatDataset
+
+from config import RankError
 from grpo.parts.base import user_code
 from grpo.parts.base.read_config import dotted_items
-from grpo.parts.base.require import brief, require_data
+from grpo.parts.base.require import require_data
 
 KINDS = {".parquet": "parquet", ".arrow": "arrow", ".json": "json", ".jsonl": "json", ".csv": "csv"}
 ALLOWED = f"use a file ending in {', '.join(KINDS)}, a glob, a folder, a hub name like owner/name:split, or a list"
 # name, name:split or name:config:split, where the split may be a slice such as train[:100]
 HUB_NAME = re.compile(r"([\w-]+|\w[\w.-]*/\w[\w.-]*)(?::([\w.-]+)(?=:))?(?::([\w.-]+(?:\[.*\])?))?")
+OPENING = re.compile(r"[^\[]*\[[ \t\r\n]*")  # of a JSON list
+COMMA = re.compile(r"[ \t\r\n]*(?:,[ \t\r\n]*|(?=\]\s*\Z))")  # between its items, or before its end
+
 TEMPLATE_KEYS = {"chat_template_kwargs": dict, "tools": list}  # columns for the chat template, as TRL names them
 
-Table = Any  # a datasets.Dataset, or else a list of dicts
+Table = Any  # a datasets.Dataset, or else a sequence of dicts
 Source = tuple[str, dict]  # name of a file or hub data set, arguments of datasets.load_dataset
 
 
@@ -36,11 +45,21 @@ def read_tables(cfg, value: str | list[str], key) -> list[tuple[str, Table]]:
     if cfg.custom is not None:
         return [(name, custom_rows(cfg.custom, name, key)) for name in names]
 
+    import datasets
+    import pyarrow
+
+    # Without this, each local file waits seconds for a network that is not there.
+    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it logs what it raises, and our error says that
+
     sources = [source for name in names for source in find_sources(name, cfg.split, key)]
     kinds = {arguments["path"]: file for file, arguments in sources if "data_files" in arguments}
     require_data(len(kinds) <= 1, f"{key} mixes file types ({', '.join(kinds.values())}); give files of one type")
 
-    return [(name, read_table(name, arguments, key)) for name, arguments in sources]
+    tables = [(name, read_table(name, arguments, key)) for name, arguments in sources]
+    pyarrow.default_memory_pool().release_unused()  # a rank would keep what converting the files took
+    return tables
 
 
 def custom_rows(place, name, key) -> list[dict]:
@@ -89,10 +108,18 @@ def folder_files(folder, named: list[str], split, key) -> list[str]:
 
     `named` is [], [split] or [configuration, split].
     """
+    import datasets
+    from datasets.data_files import DataFilesDict, get_data_patterns
+
+    card = Path(folder, "README.md")
     try:
-        splits = quiet_datasets().load_dataset_builder(folder, *named[:-1]).config.data_files
+        if named[1:] or (card.is_file() and re.search(rb"^configs:", card.read_bytes(), re.MULTILINE)):
+            splits = datasets.load_dataset_builder(folder, *named[:-1]).config.data_files
+        else:
+            splits = DataFilesDict.from_patterns(get_data_patterns(folder), base_path=folder)
     except Exception as error:  # a card may be any text
-        raise ValueError(f"{key}: {folder} (use FOLDER:SPLIT or FOLDER:CONFIGURATION:SPLIT): {brief(error)}") from None
+        problem = " ".join(str(error).split())
+        raise ValueError(f"{key}: {folder} (use FOLDER:SPLIT or FOLDER:CONFIGURATION:SPLIT): {problem}") from None
     wanted = named[-1] if named else split if len(splits) > 1 else next(iter(splits))
 
     # Dataset.save_to_disk and Dataset.map write further files beside the data.
@@ -115,55 +142,40 @@ def folder_files(folder, named: list[str], split, key) -> list[str]:
 
 def read_table(name, arguments: dict, key) -> Table:
     """The rows of one file or hub data set. Raises ValueError that names it, and line or column where known."""
-    file = arguments.get("data_files", "")
-    if "://" in file:
-        file = quiet_datasets().DownloadManager().download(file)
-    if arguments["path"] == "json":  # arrow would give a column one type, and all its objects the same keys
-        return read_json(file, f"{key}: {name}")
+    import datasets
+
+    # Arrow would give a column of JSON one type, and all its objects the same keys.
+    if arguments["path"] == "json":
+        file = arguments["data_files"]
+        return read_json(datasets.DownloadManager().download(file) if "://" in file else file, f"{key}: {name}")
+
     try:
-        return read_csv(file) if arguments["path"] == "csv" else read_arrow(arguments)
-    except Exception as error:  # datasets raises many kinds, of its own, pyarrow, the hub, the file system
+        if arguments["path"] == "csv":
+            arguments = arguments | csv_options(arguments["data_files"])
+        table = datasets.load_dataset(**arguments)
+        table.data.validate(full=True)  # not all readers check that text is UTF-8
+    except Exception as error:  # datasets raises many kinds, of its own, pyarrow, pandas, the hub, the file system
         while error.__cause__:
             error = error.__cause__
-        problem = brief(error)
+        problem = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         if "corresponds to no data" in problem or "BatchSize must be greater than 0" in problem:
             problem = "it has no rows"
         raise ValueError(f"{key}: {name}: {problem}") from None
-
-
-def quiet_datasets():
-    """The module `datasets`."""
-    import datasets
-
-    # Without this, each local file waits seconds for a network that is not there.
-    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
-    datasets.disable_progress_bars()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it logs what it raises, and our error says that
-    return datasets
-
-
-def read_arrow(arguments: dict) -> Table:
-    """What datasets.load_dataset returns."""
-    import pyarrow
-
-    table = quiet_datasets().load_dataset(**arguments)
-    table.data.validate(full=True)  # not all readers check that text is UTF-8
-    pyarrow.default_memory_pool().release_unused()  # a rank would keep what converting the file took
     return table
 
 
-def read_csv(file) -> list[dict]:
-    """The rows of a CSV file, every column as text, so that 007 stays 007. Only an empty field is null."""
-    rows = []
-    with open(file, newline="", encoding="utf-8-sig") as opened:
-        for number, row in enumerate(csv.DictReader(opened), 1):
-            if None in row:
-                raise ValueError(
-                    f"row {number} has more fields than the header; a text with commas must stand in quotes"
-                )
-            rows.append({column: text or None for column, text in row.items()})
-    require_data(bool(rows), "it has no rows")
-    return rows
+def csv_options(file) -> dict:
+    """Options that read every column of a CSV file as text, so that 007 stays 007. Only an empty field is null."""
+    import datasets
+    import pandas
+
+    start = pandas.read_csv(file, nrows=1, dtype=str)
+    require_data(
+        isinstance(start.index, pandas.RangeIndex),
+        "row 1 has more fields than the header; a text with commas must stand in quotes",
+    )
+    features = datasets.Features({str(column): datasets.Value("string") for column in start.columns})
+    return {"features": features, "keep_default_na": False, "na_values": [""]}
 
 
 class JsonFloat(float):
@@ -184,28 +196,77 @@ def parse_json(content: bytes) -> Any:
 
     Raises ValueError, and RecursionError if too many lists or objects are inside each other.
     """
-    return json.loads(content.decode("utf-8-sig").rstrip(), parse_float=JsonFloat)
+    value = json.loads(content.decode("utf-8-sig").rstrip(), parse_float=JsonFloat)
+    if content.count(b"[") + content.count(b"{") > 200:
+        pickle.dumps(value)  # as the grading will, which fails at half the depth that json allows
+    return value
 
 
-def read_json(file, label) -> list[dict]:
+@dataclass
+class JsonRows(Sequence):
+    """The rows of a JSON file, each read when it is needed. A column has no type: a row is what its text says.
+
+    Raises RankError if a row is no longer what it was.
+    """
+
+    opened: BinaryIO  # not mapped: reading a mapped file that was cut ends the process
+    places: array = field(default_factory=lambda: array("q"))  # first byte, bytes and CRC-32 of each row
+
+    def __len__(self):
+        return len(self.places) // 3
+
+    def __getitem__(self, i) -> dict:
+        start, size, crc = self.places[3 * i : 3 * i + 3]
+        text = os.pread(self.opened.fileno(), size, start)
+        if zlib.crc32(text) != crc:
+            name = self.opened.name
+            raise RankError(f"{name} was changed while the run reads it: restore it, then go on with resume=auto")
+        return parse_json(text)
+
+
+def read_json(file, label) -> JsonRows:
     """The rows of a JSON file: a list of objects, or an object on each line. Raises ValueError, after `label`."""
-    content = Path(file).read_bytes()
-    is_list = content.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
+    opened = open(file, "rb")  # noqa: SIM115 (its rows are read later)
+    is_list = opened.peek().lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
+    pieces = list_items(opened.read()) if is_list else lines(opened)
 
-    rows = []
+    rows = JsonRows(opened)
     where = label
     try:
-        for number, item in enumerate(parse_json(content) if is_list else content.split(b"\n"), 1):
+        for number, (start, text) in enumerate(pieces, 1):
             where = f"{label}, {'row' if is_list else 'line'} {number}"
-            if is_list or item.strip():
-                rows.append(item if is_list else parse_json(item))
-                require_data(isinstance(rows[-1], dict), "not a JSON object")
+            if text.strip():
+                require_data(isinstance(parse_json(text), dict), "not a JSON object")
+                rows.places.extend((start, len(text), zlib.crc32(text)))
+            where = label
     except RecursionError:
         raise ValueError(f"{where}: too many lists or objects are inside each other") from None
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
-    require_data(bool(rows), f"{label} has no rows")
+
+    require_data(len(rows) > 0, f"{label} has no rows")
     return rows
+
+
+def lines(opened: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    """(first byte, text) of each line of a file."""
+    for line in opened:
+        yield opened.tell() - len(line), line
+
+
+def list_items(content: bytes) -> Iterator[tuple[int, bytes]]:
+    """(first byte, text) of each item of a JSON list. Raises ValueError."""
+    text = content.decode("latin-1")  # one character for each byte, so that places in it are places in the file
+    decoder = json.JSONDecoder()
+    start = OPENING.match(text).end()
+    while text[start : start + 1] != "]":
+        _, stop = decoder.raw_decode(text, start)
+        yield start, content[start:stop]
+
+        comma = COMMA.match(text, stop)
+        if comma is None:
+            raise json.JSONDecodeError("Expecting ',' or the end of the list", text, stop)
+        start = comma.end()
 
 
 # ---------------------------------------------------------------- tables, whatever they were read from
@@ -229,25 +290,30 @@ def columns_of(table: Table) -> list[str]:
 
 def concatenate(tables: list[tuple[str, Table]], key) -> Table:
     """All tables of `key` as one. A column that one of them lacks is null there. Raises ValueError."""
+    import datasets
+
     parts = [table for _, table in tables]
     if not is_arrow(parts[0]):
-        return [*chain(*parts)]
+        return ConcatDataset(parts)
     try:
-        return quiet_datasets().concatenate_datasets(parts)
+        return datasets.concatenate_datasets(parts)
     except ValueError as error:
         raise ValueError(f"{key}: a column must have one type in all files: {error}") from None
 
 
 def hold_small(table: Table, limit) -> Table:
-    """The table as a list of its rows, unless these lie in files of `limit` bytes or more."""
-    is_large = is_arrow(table) and table.data.nbytes >= limit
-    return table if is_large else rows_between(table, 0, len(table))
+    """The table as a list of its rows, if it takes fewer than `limit` bytes."""
+    if is_arrow(table):
+        size = table.data.nbytes
+    else:
+        size = sum(sum(part.places[1::3]) for part in table.datasets if isinstance(part, JsonRows))
+    return rows_between(table, 0, len(table)) if size < limit else table
 
 
 def rows_between(table: Table, start, stop) -> list[dict]:
     """The rows of a table from `start` up to `stop`."""
     if not is_arrow(table):
-        return table[start:stop]
+        return [table[number] for number in range(start, stop)]
 
     part = table.data.slice(start, stop - start)
     rows = [own_keys(row) for row in part.to_pylist()]

@@ -1,7 +1,7 @@
 """The stage from a row to token ids. `cfg` is the section `data`. An invalid row raises a ValueError that names it."""
 
 import contextlib
-import itertools
+import hashlib
 import json
 import math
 import re
@@ -18,8 +18,9 @@ SURROGATE = re.compile("[\ud800-\udfff]")
 MEDIA = frozenset({"image", "images", "video", "videos", "audio", "audios"})  # columns
 NO_MEDIA = {"", "None", "[]", "[None]", "{}", "False", "0"}  # their values, as texts, where a row has none
 MARKUP = re.compile(r"<[^<>\s]+>|\[[/|\w]+\]")  # <|im_start|>, [INST] and what else opens or closes a chat message
+ENCODE = json.JSONEncoder(default=str, sort_keys=True).encode
 # A value that JSON lacks counts by its type: the text of a set or an object may differ between two starts.
-ENCODE = json.JSONEncoder(default=lambda value: type(value).__name__, skipkeys=True).encode
+ENCODE_OTHERS = json.JSONEncoder(default=lambda value: type(value).__name__, skipkeys=True).encode
 
 
 class TokenisedRow(NamedTuple):
@@ -28,30 +29,39 @@ class TokenisedRow(NamedTuple):
     ids: list[int]  # of the prompt
     hinted: list[int]  # of the prompt with its hint, or the same ids without data.hint_key
     length: int  # tokens of the longer of them
-    content: str  # all its columns, as JSON
+    digest: bytes  # 16 bytes that change with the row's prompt, hint, answer and source
+    others: str  # its columns but the prompt, as JSON
 
 
 def tokenise(table: Table, parts: list[tuple[str, Table]], cfg, tokenizer, vocab_size, key) -> Iterator[TokenisedRow]:
     """Yield the rows of a table, which has the `parts` (name, table) that were read for `key`. Raises ValueError."""
     rendered = templated_text(cfg, tokenizer)
-    labels = (f"{key}: {name}, row {number}" for name, part in parts for number in range(1, len(part) + 1))
-    total = len(table)
-    answered = 0
+    first = answered = 0
     with_tools = False
-    for start in range(0, total, BLOCK):
-        rows = rows_between(table, start, min(start + BLOCK, total))
-        yield from tokenise_block(rows, list(itertools.islice(labels, len(rows))), cfg, tokenizer, vocab_size, rendered)
-        answered += sum(ends_with_answer(row, cfg) for row in rows)
-        # Tools are longer than "null", "None" or "[]".
-        with_tools = with_tools or any(len(str(row.get("tools"))) > 4 for row in rows)
+    for name, part in parts:
+        for start in range(0, len(part), BLOCK):
+            stop = min(start + BLOCK, len(part))
+            rows = rows_between(table, first + start, first + stop)
+            labels = [f"{key}: {name}, row {number + 1}" for number in range(start, stop)]
+            yield from tokenise_block(rows, labels, cfg, tokenizer, vocab_size, rendered)
+            answered += sum(ends_with_answer(row, cfg) for row in rows)
+            # Tools are longer than "null", "None" or "[]".
+            with_tools = with_tools or any(len(str(row.get("tools"))) > 4 for row in rows)
+        first += len(part)
 
-    if answered > total / 2:
-        ranks.tell(
-            f"warning: {key}: {answered} of {total} prompts end with an assistant's message that has the row's answer "
-            f"in it, and the model goes on after it; leave this message out of data.prompt_key={cfg.prompt_key!r}"
+    if answered > first / 2:
+        warn(
+            f"{key}: {answered} of {first} prompts end with an assistant's message that has the row's answer in it, "
+            f"and the model goes on after it; leave this message out of data.prompt_key={cfg.prompt_key!r}"
         )
     if with_tools and cfg.chat_template and "tools" not in str(tokenizer.chat_template):
-        ranks.tell(f"warning: {key}: rows have 'tools', which the tokenizer's chat template does not write")
+        warn(f"{key}: rows have 'tools', which the tokenizer's chat template does not write")
+
+
+def warn(text):
+    """Print a warning, on the first rank."""
+    if ranks.is_first_rank():
+        print(f"warning: {text}", flush=True)
 
 
 def tokenise_block(rows: list[dict], labels: list[str], cfg, tokenizer, vocab_size, rendered) -> Iterator[TokenisedRow]:
@@ -78,7 +88,16 @@ def tokenise_block(rows: list[dict], labels: list[str], cfg, tokenizer, vocab_si
         if length <= cfg.max_prompt_tokens:
             check_ids(f"{label}: {cfg.prompt_key!r}", ids, tokenizer, vocab_size)
             check_ids(f"{label}: the hint {cfg.hint_key!r}", hinted, tokenizer, vocab_size)
-        yield TokenisedRow(ids, hinted, length, ENCODE(row))
+        others = ENCODE_OTHERS([value for column, value in row.items() if column != cfg.prompt_key])
+        yield TokenisedRow(ids, hinted, length, digest_of(row, cfg), others)
+
+
+def digest_of(row: dict, cfg) -> bytes:
+    """16 bytes that change with the row's source, prompt, answer, hint, and what else its template gets."""
+    keys = [key for key in (cfg.prompt_key, cfg.answer_key, cfg.hint_key) if key is not None]
+    values = [source_of(row, cfg.source_key), *(lookup(row, key) for key in keys)]
+    values += [row[key] for key in TEMPLATE_KEYS if row.get(key)]
+    return hashlib.blake2b(ENCODE(values).encode(), digest_size=16).digest()
 
 
 # ---------------------------------------------------------------- the texts of a row

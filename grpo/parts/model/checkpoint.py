@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from grpo.parts.base import versions
 from grpo.parts.base.files import add_suffix, digest_file, make_temporary_folder, put_in_place, write_synced
-from grpo.parts.base.ranks import gather, is_first_rank, tell
+from grpo.parts.base.ranks import gather, is_first_rank
 from grpo.parts.base.read_config import dotted_items
 from grpo.parts.base.require import require
 from grpo.parts.base.rollout_files import RolloutWriter
@@ -145,8 +145,8 @@ def find_checkpoint(resume, folder) -> Path | None:
         return None
     if resume == "auto":
         found = find_valid_checkpoint(folder)
-        if found is None:
-            tell(f"resume:  no checkpoint in {folder}, so from the start")
+        if found is None and is_first_rank():
+            print(f"resume:  no checkpoint in {folder}, so from the start")
         return found
 
     chosen = Path(resume)
@@ -170,7 +170,8 @@ def find_valid_checkpoint(folder) -> Path | None:
             set_aside(damaged, "damaged", path)
             return path
         damaged.append(path)
-        tell(f"warning: {path} is damaged: {problem}")
+        if is_first_rank():
+            print(f"warning: {path} is damaged: {problem}", flush=True)
 
     require(
         not damaged,
@@ -219,8 +220,10 @@ def check_resumed(path, config: dict, data: dict[str, str]):
     state = read_state(path)
     steps = config["train"]["steps"]
     was = state["data"]
+    if isinstance(was, str):  # of an older commit, whose formula may be another
+        was = {"rows": was} if was == data["rows"] else {}
     require(
-        was.get("all columns", data["all columns"]) == data["all columns"],  # of an older commit it has none
+        was.get("rows", data["rows"]) == data["rows"],
         f"data.train={config['data']['train']}: not the prompts that {path} was trained on, so its position in "
         "them means nothing. Use the same data, or start a new run (resume=none) with model.path=an export in hf/",
     )
@@ -228,8 +231,11 @@ def check_resumed(path, config: dict, data: dict[str, str]):
 
     if is_first_rank():
         print(f"resume:  after step {state['step']}, from {path}")
-        if was["token ids"] != data["token ids"]:
-            print("         changed: data.train, token ids")
+        if "rows" not in was:
+            print(f"warning: {path} is of another commit: its fingerprint of data.train cannot be compared")
+        for name in was:
+            if was[name] != data.get(name, was[name]):
+                print(f"         changed: data.train, {name}")
 
         was = dict(dotted_items({**state["config"], "resume": None}))
         now = dict(dotted_items({**config, "resume": None}))

@@ -34,8 +34,8 @@ def scaler_state(optimizer) -> dict[str, float]:
     return {name: float(value) for name, value in scalers[0].state_dict().items()}
 
 
-def set_scaler_state(optimizer, state: dict[str, float]):
-    """Set the loss scale to a `scaler_state`. {} leaves it as it is."""
+def set_scaler_state(optimizer, state: dict[str, float] | None):
+    """Set the loss scale to a `scaler_state`. {} and None leave it as it is."""
     if state:
         for scaler in loss_scalers(optimizer):
             scaler.load_state_dict({**state, "scale": torch.tensor([state["scale"]])})

@@ -179,7 +179,7 @@ def restore(path: Path, model: list, optimizer, copies: Copies | None = None, ot
     load_state(model, optimizer, loaded, state["updates"])
     for name, tensor in sets.items():
         tensor.data.copy_(loaded[name])
-    fp16.set_scaler_state(optimizer, state["loss_scale"])
+    fp16.set_scaler_state(optimizer, state.get("loss_scale"))  # older checkpoints have none
 
     steps = optimizer_steps(optimizer)
     states = [own_slice(part, weight)[1] for part, _, weight, _ in optimizer_weights(model, optimizer)]

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 from collections import Counter
 from collections.abc import Collection
 from pathlib import Path
@@ -17,6 +18,7 @@ from grpo.parts.base.files import digest_file, split_by_bytes, sync
 from grpo.parts.base.ranks import gather
 from grpo.parts.base.require import require
 
+STACKED = re.compile(r"(.*\.layers\.)(\D.*)")  # a key of older commits, one for a weight of all layers
 FILE_BYTES = 1 << 30  # the approximate size of a file, which is in memory twice while it is written
 Sharded = ShardedTensor | ShardedTensorFactory  # of a model, as Megatron describes it
 Shard = tuple[str, torch.Tensor, tuple[int, ...]]  # "key@offset", the values, shape of the whole tensor
@@ -147,6 +149,11 @@ def open_shards(path):
         for name, shape in json.loads(file.metadata()["shapes"]).items():
             key, _, offset = name.rpartition("@")
             starts = [int(start) for start in offset.split(",")]
+            stacked = STACKED.fullmatch(key)
+            if stacked:
+                layer, *starts = starts
+                key = f"{stacked[1]}{layer}.{stacked[2]}"
+                shape = shape[1:]
             stored.setdefault(key, []).append((file, name, starts, tuple(shape)))
     return stored
 
@@ -175,7 +182,8 @@ def read_shard(candidates, part: ShardedTensor):
         shard = file.get_slice(name)
         here = []  # what both shards have, as slices of `out` and of the stored shard, axis by axis
         there = []
-        axes = zip(part.global_offset, out.shape, offset, shard.get_shape(), strict=True)
+        sizes = shard.get_shape()[-len(offset) :]  # a stacked shard has an axis before them, of one layer
+        axes = zip(part.global_offset, out.shape, offset, sizes, strict=True)
         for start, size, stored_start, stored_size in axes:
             first = max(start, stored_start)
             end = min(start + size, stored_start + stored_size)
@@ -183,7 +191,7 @@ def read_shard(candidates, part: ShardedTensor):
             there.append(slice(first - stored_start, end - stored_start))
         if all(common.start < common.stop for common in here):
             place = out[tuple(here)]
-            place.copy_(shard[tuple(there)])
+            place.copy_(shard[(..., *there)].view(place.shape))
             filled += place.numel()
 
     require(filled == out.numel(), f"{part.key} has {filled} of {out.numel()} elements", ValueError)

@@ -7,6 +7,7 @@ import os
 import shutil
 import socket
 import threading
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from grpo.run.preflight.explain import HOST_MEMORY
 from grpo.step import teacher
 
 OF_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+CLOCKS_APART_S = 1.0  # of two machines: beyond it their logs are hard to compare
 GROUP_CHECK_S = 120.0  # for the first all-reduce of a process group
 ON_GPUS_ONLY = ("quantization", "enable_expert_parallel", "enable_sleep_mode", "enable_chunked_prefill")
 
@@ -83,7 +85,7 @@ def check_ranks(config: dict, key, data: dict[str, str]):
     `config` is {section: {key: value}}. `data` is the fingerprint of the prompts of `key`: another machine may have
     other files, another tokenizer, or a function that changes them. Prints which ranks are on which machine.
     """
-    further = {f"{name} of {key}": digest for name, digest in data.items()}
+    further = {f"{name} of {key}": data[name] for name in ("rows", "token ids")}
     further["commit"] = versions.versions()["commit"]
     own = {name: str(value) for name, value in dotted_items(config | further)}
     machines, tables = zip(*ranks.gather((socket.gethostname(), own)), strict=True)
@@ -99,8 +101,20 @@ def check_ranks(config: dict, key, data: dict[str, str]):
         + "\n".join(lines),
     )
 
-    if len(set(machines)) > 1:
-        ranks.tell(f"machines: {ranks.describe(machines)}")
+    if dist.get_rank() == 0 and len(set(machines)) > 1:
+        print(f"machines: {ranks.describe(machines)}", flush=True)
+
+
+def check_clocks():
+    """A warning if the clocks of machines differ. All ranks call this together, just after another collective."""
+    clocks = {}
+    for machine, now in ranks.gather((socket.gethostname(), time.time())):
+        clocks[machine] = min(now, clocks.get(machine, now))  # a busy rank can only be late
+
+    behind, ahead = min(clocks, key=clocks.get), max(clocks, key=clocks.get)
+    apart = clocks[ahead] - clocks[behind]
+    if apart > CLOCKS_APART_S and dist.get_rank() == 0:
+        print(f"warning: the clock of {ahead} is {apart:.1f} s ahead of {behind}'s: synchronise them (NTP)", flush=True)
 
 
 def check_first_host(cfg):

@@ -5,16 +5,17 @@ This is done with rewards that compare an answer with its reference. Of others, 
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
 from config import UserError
 from grpo.parts.data.prompts import Prompt
+from grpo.parts.data.tables import TEMPLATE_KEYS
 from grpo.parts.data.tokens import lookup
 from grpo.step import named_rewards
-from grpo.step.grading import GradingPool
+from grpo.step.grading import GradingPool, Outcome
 from reward import COMPARING
 
 LOOKED_AT = 1000  # rows of a set, evenly spaced, among which the rows of each source are found
@@ -25,23 +26,34 @@ SECONDS = 2.0  # for an answer
 FORMS = {"\\boxed": "\\boxed{{{}}}", "####": "#### {}", "<answer>": "<answer>{}</answer>"}
 
 
+@dataclass
+class Attempt:
+    """A reference as an answer to a row."""
+
+    prompt: Prompt
+    text: str
+    kind: str  # own, asked (own, in the form that the prompt asks for), other
+
+
 def try_rewards(cfg, prompts) -> Iterator[str]:
     """Yield lines to print about the rewards of `prompts`. Raises UserError if none of a source's references passes."""
     found = rows_of_sources(prompts)
-    specs = {source: cfg.reward.by_source.get(source, cfg.reward.default) for source in found}
-    pairs = [(source, name) for source, spec in specs.items() for name in named_rewards.weights_of(spec)]
+    unread = unread_columns(found, cfg)
+    if unread:
+        yield f"         the columns {', '.join(unread)} are read by no key; a reward of your own gets them in its row"
 
-    # Each reward by itself, in processes that can be killed.
-    own = {name: name for _, name in pairs}
-    limits = {"workers": min(2, cfg.reward.workers), "timeout_s": min(SECONDS, cfg.reward.timeout_s)}
-    with closing(GradingPool(cfg.reward.model_copy(update={"by_source": own, **limits}))) as pool:
-        for source, name in pairs:
+    attempts = {}  # (source, reward) → attempts
+    for source, rows in found.items():
+        spec = cfg.reward.by_source.get(source, cfg.reward.default)
+        for name in named_rewards.weights_of(spec):
             function = named_rewards.find(name, cfg.reward)
             if function in COMPARING:
-                outcomes = grade(pool, name, attempts_of(function, found[source], cfg.data))
-                yield from report(outcomes, name, source, cfg.data.answer_key)
+                attempts[source, name] = list(attempts_of(function, rows, cfg.data))
             elif hasattr(function, "check_row"):
-                check_rows(function, name, source, found[source])
+                check_rows(function, name, source, rows)
+
+    for (source, name), outcomes in grade(attempts, cfg.reward).items():
+        yield from report(outcomes, name, source, cfg.data.answer_key)
 
 
 def rows_of_sources(prompts) -> dict[str, list[Prompt]]:
@@ -61,6 +73,17 @@ def spread(count, most) -> list[int]:
     return np.linspace(0, count - 1, min(count, most), dtype=int).tolist()
 
 
+def unread_columns(found: dict[str, list[Prompt]], cfg) -> list[str]:
+    """Columns of the rows that no key of the section `data`, nor an option of a reward, names."""
+    data = cfg.data
+    read = {data.prompt_key, data.answer_key, data.source_key, data.hint_key, *TEMPLATE_KEYS}
+    for options in cfg.reward.options.values():
+        read.update(map(str, options.values()))
+    heads = {str(key).partition(".")[0] for key in read} | read
+    columns = (column for rows in found.values() for prompt in rows for column in prompt.row)
+    return [str(column) for column in dict.fromkeys(columns) if column not in heads]
+
+
 def check_rows(function: Callable, name, source, rows: list[Prompt]):
     """Let a reward look at rows before the start. Raises UserError for one that it cannot grade."""
     for prompt in rows:
@@ -71,24 +94,22 @@ def check_rows(function: Callable, name, source, rows: list[Prompt]):
             raise UserError(f"the reward {name} cannot grade rows of the source {source!r}: {error}") from None
 
 
-def attempts_of(function: Callable, rows: list[Prompt], data) -> Iterator[tuple]:
-    """(kind, row, answer) of the attempts with each row: its "own" reference, the same in a form that its prompt
-    "asked" for, and the next "other" one.
-    """
+def attempts_of(function: Callable, rows: list[Prompt], data) -> Iterator[Attempt]:
+    """The attempts with each row: its own reference, twice if its prompt asks for a form, and the next other one."""
     references = [reference_of(function, prompt.answer) for prompt in rows]
     for number, (prompt, reference) in enumerate(zip(rows, references, strict=True)):
         own = named_rewards.as_answer(function, reference)
-        yield "own", prompt, own
+        yield Attempt(prompt, own, "own")
 
         question = f"{data.system_prompt} {lookup(prompt.row, data.prompt_key)}"
         asked = [form for mark, form in FORMS.items() if mark in question and mark not in own]
         if asked:
             bare = named_rewards.bare_reference(function, reference)
-            yield "asked", prompt, asked[0].format(bare)
+            yield Attempt(prompt, asked[0].format(bare), "asked")
 
         for other in references[number + 1 :] + references[:number]:
             if reference.strip() != other.strip():
-                yield "other", prompt, named_rewards.as_answer(function, other)
+                yield Attempt(prompt, named_rewards.as_answer(function, other), "other")
                 break
 
 
@@ -100,25 +121,29 @@ def reference_of(function: Callable, answer: named_rewards.Answer) -> str:
         return str(answer)
 
 
-def grade(pool: GradingPool, name, attempts: Iterable[tuple]) -> list[tuple]:
-    """(kind, words on the attempt, its Outcome) of attempts, by one reward, as a step grades answers."""
-    words = []
-    for kind, prompt, text in attempts:
-        pool.submit(name, text, prompt.answer, prompt.row)
-        words.append((kind, f"{text!r} to {prompt.answer!r:.60}"))
-    return [(*said, outcome) for said, outcome in zip(words, pool.collect(), strict=True)]
+def grade(attempts: dict[tuple, list[Attempt]], cfg) -> dict[tuple, list[tuple[Attempt, Outcome]]]:
+    """Grade attempts as a step does, in processes that can be killed, each by one reward alone."""
+    names = {name: name for _, name in attempts}
+    settings = {"by_source": names, "workers": min(2, cfg.workers), "timeout_s": min(SECONDS, cfg.timeout_s)}
+    pool = GradingPool(cfg.model_copy(update=settings))
+    for (_, name), own in attempts.items():
+        for attempt in own:
+            pool.submit(name, attempt.text, attempt.prompt.answer, attempt.prompt.row)
+    outcomes = iter(pool.collect())
+    pool.close()
+    return {key: [(attempt, next(outcomes)) for attempt in own] for key, own in attempts.items()}
 
 
-def report(outcomes: list[tuple], name, source, answer_key) -> Iterator[str]:
+def report(outcomes: list[tuple[Attempt, Outcome]], name, source, answer_key) -> Iterator[str]:
     """Yield what a reward says of references of a source, with three examples of each fault. Raises UserError."""
     passed, failed = defaultdict(list), defaultdict(list)  # kind → examples
-    for kind, words, outcome in outcomes:
-        reward = sum(outcome.parts.values())
-        if math.isclose(reward, 1.0):
-            passed[kind].append(words)
+    for attempt, outcome in outcomes:
+        right = math.isclose(sum(outcome.parts.values()), 1.0)
+        if right:
+            passed[attempt.kind].append(f"{attempt.text!r} to {attempt.prompt.answer!r:.60}")
         else:
-            why = outcome.error or outcome.status.replace("ok", f"reward {reward:g}")
-            failed[kind].append(f"{words} ({why})")
+            why = outcome.error or outcome.status.replace("ok", f"reward {sum(outcome.parts.values()):g}")
+            failed[attempt.kind].append(f"{attempt.text!r} to {attempt.prompt.answer!r:.60} ({why})")
 
     def examples(found: list[str]) -> str:
         return ", ".join(found[:3])
