@@ -35,10 +35,12 @@ def spread(numbers: pandas.Series, digits: int = 3) -> str:
 
 
 def found_of(results: pandas.DataFrame, sections: Sections, task: str) -> dict[str, dict[str, pandas.DataFrame]]:
-    """{section: {variant: its rows}} of the sections of which more than the first variant was run."""
+    """{section: {variant: its rows}} of the sections of which more than the first variant was run, and of the first."""
     cells = dict(iter(results[results.task == task].groupby("variant")))
     found = {title: {name: cells[name] for name in names if name in cells} for title, names in sections.items()}
-    return {title: variants for title, variants in found.items() if variants.keys() - {sections[title][0]}}
+    several = {title: variants for title, variants in found.items() if variants.keys() - {sections[title][0]}}
+    opening = next(iter(sections))
+    return {opening: found[opening]} | several if found[opening] else several
 
 
 def tables(results: pandas.DataFrame, sections: Sections, wanted: Sections, seeds: int) -> str:

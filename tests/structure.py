@@ -29,10 +29,10 @@ BUDGET = {
     "examples": 393,
     "oracle": 28795,
     "tools": 7491,
-    "benchmarks": 11583,
+    "benchmarks": 11611,
     "tests": 119684,
     "recipes": 7354,
-    "docs": 39734,
+    "docs": 39876,
 }
 
 FOLDERS = ("grpo/step", "grpo/parts", "grpo/run", "rewards", "examples", "oracle", "tools", "benchmarks", "tests")
