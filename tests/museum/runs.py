@@ -112,7 +112,7 @@ class Museum:
             if not report.parted() and can_ask_again(setting, mutant):
                 report = repeat(run, self.engine)
         except ValueError as error:  # a folder that cannot be judged
-            return Outcome("check", 0, str(error))
+            return Outcome("check", 0, self.without_paths(str(error)))
 
         code, words = report.verdict()
         message = words if code == 3 else report.first
@@ -126,7 +126,7 @@ class Museum:
                 message = f"{twin.name}: {words}"
             if code == 1:
                 parted.add(twin.name)
-        return Outcome("check" if parted else "nothing", 0, message, text, parted)
+        return Outcome("check" if parted else "nothing", 0, self.without_paths(message), text, parted)
 
     def start_twin(self, mutant, config, ranks, printed):
         """Train a twin with an exhibit or without; a function that returns the exit code."""
@@ -156,6 +156,10 @@ class Museum:
         with planted(*FORKS[name].exhibits()):
             return self.check("fork", name)
 
+    def without_paths(self, text):
+        """A text for the page, without the folders of this machine."""
+        return text.replace(f"{self.folder}/", "").replace(f"{REPO}/", "")
+
     def out(self, setting, mutant):
         """The output folder of a run."""
         return self.folder / re.sub(r"\W", "_", f"{setting}_{mutant}")
@@ -172,7 +176,7 @@ class Museum:
         """Train on two ranks; what the run noticed."""
         settings = {"script": REPO / "tests/museum/announced.py", "nproc": 2, VARIABLE: mutant}
         run = ForkedTraining(self.server, self.folder, self.out(setting, mutant), *COMMON, *options, **settings)
-        text = run.text.replace(f"{self.folder}/", "")
+        text = self.without_paths(run.text)
         begun = [int(number) for number in re.findall(r"begins step (\d+)", text)]
         step = begun[-1] - begun[0] + 1 if begun else 0
         if run.code == 0:
