@@ -83,7 +83,10 @@ def test_the_run_without_the_bug_is_not_stopped_and_agrees(hall, page, setting):
         outcome = hall.check(setting)
     page[1][setting] = outcome
     assert outcome.seen == runs.healthy(setting), outcome.text
-    assert outcome.seen == "run" or not outcome.message, outcome.text  # all was judged
+    if "balanced" in setting:  # the gradient depends on which answers share a micro-batch
+        assert "gradient (the balancing loss" in outcome.message, outcome.text
+    else:
+        assert outcome.seen == "run" or not outcome.message, outcome.text  # all was judged
 
 
 @pytest.mark.slow

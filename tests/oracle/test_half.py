@@ -210,7 +210,7 @@ def test_a_shadow_has_on_the_other_side_of_a_clip_what_rounding_may_turn():
     logp = torch.tensor([bound - 1e-4, bound + 1e-4, bound - 0.1, bound + 0.1])
     zero = torch.zeros(4)
     row = {"response_ids": [1] * 4, "prompt_ids": [1], "turns": [4], "rollout_logp": [0.0] * 4}
-    for shift, clipped in {0.0: [0, 1, 0, 1], 1e-3: [1, 0, 0, 1], 1e-5: [0, 1, 0, 1]}.items():
+    for shift, clipped in {0.0: [0, 1, 0, 1], 1e-3: [1, 0, 0, 1]}.items():
         policy = logp.clone().requires_grad_()
         a = Scored(row, [0, 1, 2, 3], True, zero, None, {}, old=zero, token_advantages=zero + 1, shift=shift)
         loss, sums = known_loss(algo)(a, zero + 1, policy, zero, {})
@@ -225,11 +225,9 @@ SCALES = {  # keys, then (scale, whether the gradient overflowed) of updates in 
     ((), (8.0, False), (32.0, False)): 2,
     ((), (8.0, True), (4.0, True), (2.0, False)): None,
     ((), (8.0, True), (8.0, False)): 2,
-    ((), (8.0, True), (16.0, False)): 2,
     (("megatron.hysteresis=2",), (8.0, True), (8.0, True), (4.0, False)): None,
     (("megatron.min_loss_scale=8",), (8.0, True), (8.0, False)): None,
     (("megatron.loss_scale=8",), (8.0, True), (8.0, False)): None,
-    (("megatron.loss_scale=8",), (8.0, True), (4.0, False)): 2,
 }
 
 
