@@ -30,9 +30,9 @@ BUDGET = {
     "oracle": 28795,
     "tools": 7491,
     "benchmarks": 11611,
-    "tests": 119684,
+    "tests": 119681,
     "recipes": 7354,
-    "docs": 39876,
+    "docs": 39874,
 }
 
 FOLDERS = ("grpo/step", "grpo/parts", "grpo/run", "rewards", "examples", "oracle", "tools", "benchmarks", "tests")
