@@ -40,12 +40,6 @@ def pytest_addoption(parser):
     parser.addoption("--all-starts", action="store_true", help="all healthy runs of tests/faults, not some")
 
 
-def pytest_configure():
-    """Compute with one thread, as `make test` does: others would spin, and take the cores of ranks and of vLLM."""
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1)
-
-
 def pytest_generate_tests(metafunc):
     """The healthy runs of tests/faults: all with --all-starts, else one in EVERY of the module."""
     if "start" in metafunc.fixturenames and hasattr(metafunc.module, "STARTS"):
@@ -65,7 +59,11 @@ def pytest_collection_finish():
 
 
 def pytest_runtest_setup(item):
-    """Skip a test marked `gpu` where `pytest -m gpu` sees too few GPUs for its `ranks`; with only=True, in any call."""
+    """Skip a test marked `gpu` where `pytest -m gpu` sees too few GPUs for its `ranks`; with only=True, in any call.
+
+    Every test computes with one thread, whatever one before it has set: more would spin, on cores that ranks need.
+    """
+    torch.set_num_threads(1)
     mark = item.get_closest_marker("gpu")
     asked = "gpu" in item.config.option.markexpr.replace("not gpu", "")
     if mark is None or not (asked or mark.kwargs.get("only")):
