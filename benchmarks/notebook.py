@@ -50,7 +50,7 @@ COLUMNS = [
 
 def read_sections() -> dict[str, dict[str, str]]:
     """{section: {variant: overrides}}, with the recipes whose `make demo` line trains the demo's task."""
-    sections = SETTINGS["variants"]
+    sections = {title: dict(variants) for title, variants in SETTINGS["variants"].items()}
     for path in sorted(REPO.glob("recipes/*.patch")):
         run = re.search(r'^make demo(?: ARGS="(.*)")?$', path.read_text().partition("\ndiff ")[0], re.MULTILINE)
         if run and "rollout.turns" not in (run[1] or ""):
@@ -188,7 +188,8 @@ def run_missing(cells: list[tuple], commit: str, jobs: int) -> int:
     there = {*zip(found.task, found.variant, found.seed, strict=True)}
     todo = [cell for cell in cells if cell[:3] not in there]
     for task, variant, *_ in todo:  # not in the threads
-        sources_of(commit, recipe_of(variant)), inputs_of(task)
+        sources_of(commit, recipe_of(variant))
+        inputs_of(task)
 
     def run(cell) -> bool:
         try:

@@ -232,14 +232,16 @@ class Trainer:
         return sampling.look(logps, targets, self.ends)
 
     def compared(self):
-        """The divergences over the whole vocabulary that the loss has, {name: (model, weights, has hints, kind)}."""
+        """The divergences over the whole vocabulary that the loss has, {name: (model, weights, has hints, kind)}. A
+        model without weights of its own has the policy's.
+        """
         algo = self.cfg.algo
         found = {}
         if algo.kl == "full" and self.reference:
             found["ref_kl"] = self.model, self.reference, False, ()
         if algo.teacher and algo.teacher_kl != "sampled":
             how = algo.teacher_kl, algo.teacher_beta, algo.teacher_top_k
-            found["teacher_kl"] = self.teacher or self.model, self.teacher_weights or self.current(), True, how
+            found["teacher_kl"] = self.teacher or self.model, self.teacher_weights, True, how
         return found
 
     def divergences(self, logps, answers):
@@ -249,9 +251,9 @@ class Trainer:
             prompts = [(hinted and a.row.get("asked")) or a.row["prompt_ids"] for a in answers]
             responses = [a.row["response_ids"] for a in answers]
             kept = [ids for a in answers for ids in a.nuclei or ()]
-            given = weights, prompts, responses, self.cfg.rollout.temperature, kept
+            given = prompts, responses, self.cfg.rollout.temperature, kept
             with torch.no_grad():
-                other = model.vocabulary_logp(*given, rows=logps.shape[1])
+                other = model.vocabulary_logp(weights or self.current(), *given, rows=logps.shape[1])
             found.append(formulas.divergence(logps, other, *how))
         return torch.stack(found) if found else logps.new_empty(0, len(logps))
 

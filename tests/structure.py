@@ -24,15 +24,15 @@ BUDGET = {
     "top": 16784,
     "grpo/step": 12717,
     "grpo/parts": 43558,
-    "grpo/run": 26984,
+    "grpo/run": 26988,
     "rewards": 6486,
     "examples": 393,
     "oracle": 28795,
     "tools": 7491,
-    "benchmarks": 11611,
-    "tests": 119681,
+    "benchmarks": 11627,
+    "tests": 120038,
     "recipes": 7354,
-    "docs": 39874,
+    "docs": 39877,
 }
 
 FOLDERS = ("grpo/step", "grpo/parts", "grpo/run", "rewards", "examples", "oracle", "tools", "benchmarks", "tests")

@@ -31,6 +31,15 @@ def test_another_model_gets_no_routes_of_the_policy():
     assert own.shape == (2, 4, 2) and not own.any()
 
 
+def test_a_teacher_scores_over_the_tokens_from_which_the_policy_drew():
+    """Another model, and the policy as its own teacher."""
+    nuclei = np.array([1, 3, -1, 2, -1], "i4")
+    sample = train_grpo.Sample(0, [7], [1, 2], [-1.0, -2.0], True, "", "", Trace(replay={"nuclei": nuclei}))
+    for is_policy in (False, True):
+        (seen,) = train_grpo.flatten(with_teacher_prompts([sample], is_policy)).replay["nuclei"].ids
+        assert seen.tolist() == nuclei.tolist()
+
+
 def test_a_hint_stands_before_what_the_user_asks(tokenizer, tmp_path):
     message = "{{ {'system': '+', 'user': '-'}[m.role] }}{{ m.content }}"
     tokenizer.chat_template = f"{{% for m in messages %}}{message}{{% endfor %}}"

@@ -124,6 +124,24 @@ def test_the_formulas_are_near_a_real_update(world, tmp_path, monkeypatch, famil
     assert np.less(shared, (scoring, training)).all()  # copies are within
 
 
+def test_what_a_compared_model_needs_by_hand(tmp_path):
+    """On 4 ranks, 2 replicas of tp 2: of 4 prompts with 4 answers, in 2 updates, a replica has 4 answers of 10 tokens
+    at a time; in bf16."""
+    for name, hidden in (("model", 64), ("teacher", 128)):
+        make_tiny.save_model(tmp_path / name, make_tiny.char_tokenizer("0123456789>+-="), hidden=hidden)  # 16 tokens
+    cfg = tiny_config(
+        f"model.path={tmp_path / 'model'}", "data.train=unused", "model.dtype=bf16", "parallel.tp=2",
+        "rollout.prompts_per_step=4", "rollout.group_size=4", "rollout.max_new_tokens=10", "train.updates_per_step=2",
+        "algo.kl=full", "algo.kl_coef=0.1", f"algo.teacher={tmp_path / 'teacher'}", "algo.teacher_kl=forward",
+    )  # fmt: skip
+    reference, teacher = (4 * 10 * 64 * 2, 8 * 64 * 2), (4 * 10 * 128 * 2, 8 * 128 * 2)
+    assert plan.compared_bytes(cfg, 4) == [reference, teacher]
+
+    # Rows of 4 hidden states a token, and LOGIT bytes for each logit of three models.
+    hf = transformers.AutoConfig.from_pretrained(tmp_path / "model")
+    assert plan.head_bytes(hf, cfg, 6, others=2) == 6 * 4 * 64 * 2 + 3 * 6 * 8 * plan.LOGIT
+
+
 def on_gpu(*keys):
     """{phase: {kind of weights or state: bytes}} of a plan."""
     phases = plan.plan(load_config(QWEN, [*keys]), 8, 80 * plan.GB).phases

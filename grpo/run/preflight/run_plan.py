@@ -45,10 +45,11 @@ def describe(cfg, world_size) -> str:
         loss += f" + {a.kl_coef:g} {a.kl} in the {a.kl_in}"
     if a.entropy_coef:
         loss += f" - {a.entropy_coef:g} entropy"
+    if a.teacher and a.teacher_kl != "sampled":
+        loss += f" + {a.teacher_coef:g} {a.teacher_kl} divergence from the teacher"
     loss += f"; {a.advantage} advantages"
-    if a.teacher:
-        of = {"sampled": "log(teacher / policy)"}.get(a.teacher_kl, f"{a.teacher_kl} divergence from the teacher")
-        loss += f" + {a.teacher_coef:g} {of}"
+    if a.teacher and a.teacher_kl == "sampled":
+        loss += f" + {a.teacher_coef:g} log(teacher / policy)"
     loss += f"; {a.loss_norm} over an update"
     if a.correction != "none":
         loss += f"; {a.correction}"
