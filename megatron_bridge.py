@@ -414,6 +414,9 @@ def build_optimizer(model: list, train, extra: dict, path: str | None = None):
         model[0].config.grad_scale_func = optimizer.scale_loss
     for part in optimizer.chained_optimizers:
         number_weights(part)
+        if torch.cuda.is_available() and isinstance(part.optimizer, torch.optim.Adam):  # not Adam on the host
+            for group in part.optimizer.param_groups:
+                group["fused"] = True  # all weights in one kernel
         set_adam_steps(part, 0)  # torch makes the state at the first update; a checkpoint needs it before
     # Where the folder has the model's dtype, nothing was rounded but adapters, which are drawn in fp32.
     if path and (model[0].hf_config.dtype is not dtype or named_weights(model, factors=True)):

@@ -182,9 +182,10 @@ class Trainer:
                     a.seen = seen
                 if a.old is None:
                     a.old = a.before
-                divergences = dict(zip(self.compared(), apart, strict=True))
-                for name, values in divergences.items():
+                found = dict(zip(self.measured(), apart, strict=True))
+                for name, values in found.items():
                     sums[name] += values.sum().item()
+                divergences = {name: found[name] for name in self.compared()}
                 part, report = loss(a, weights[n], logp, entropy, divergences)
                 total = total + part
                 sums["loss"] += part.item()
@@ -244,18 +245,25 @@ class Trainer:
             found["teacher_kl"] = self.teacher or self.model, self.teacher_weights, True, how
         return found
 
+    def measured(self):
+        """What `divergences` finds: these, and the teacher's entropy."""
+        names = [*self.compared()]
+        return [*names, "teacher_entropy"] if "teacher_kl" in names else names
+
     def divergences(self, logps, answers):
-        """Each of these at the tokens of some answers, of which the policy has `logps`; [divergences, tokens]."""
-        found = []
-        for model, weights, hinted, how in self.compared().values():
+        """What `measured` names at the tokens of some answers, of which the policy has `logps`; [names, tokens]."""
+        found = {}
+        for name, (model, weights, hinted, how) in self.compared().items():
             prompts = [(hinted and a.row.get("asked")) or a.row["prompt_ids"] for a in answers]
             responses = [a.row["response_ids"] for a in answers]
             kept = [ids for a in answers for ids in a.nuclei or ()]
             given = prompts, responses, self.cfg.rollout.temperature, kept
             with torch.no_grad():
                 other = model.vocabulary_logp(weights or self.current(), *given, rows=logps.shape[1])
-            found.append(formulas.divergence(logps, other, *how))
-        return torch.stack(found) if found else logps.new_empty(0, len(logps))
+            found[name] = formulas.divergence(logps, other, *how)
+            if name == "teacher_kl":
+                found["teacher_entropy"] = torch.special.entr(other.exp()).sum(-1)
+        return torch.stack([found[name] for name in self.measured()]) if found else logps.new_empty(0, len(logps))
 
     @torch.no_grad()
     def logits(self, answers, temperature):
@@ -327,6 +335,6 @@ def known_loss(algo):
 def losses_of(sums):
     """What a run reports of an update, from our sums over its tokens."""
     found = {name: sums[name] / max(sums["trained"], 1) for name in ("policy", "loss")}
-    of_tokens = ("entropy", "k3", "clipped", "ref_kl", "teacher_kl")
+    of_tokens = ("entropy", "k3", "clipped", "ref_kl", "teacher_kl", "teacher_entropy")
     found |= {name: sums[name] / max(sums["tokens"], 1) for name in of_tokens if name in sums}
     return found | {"grad_norm": sums["grad_norm"]}

@@ -28,6 +28,7 @@ OUTCOMES = {
     "policy": ("loss/policy", "loss"), "loss": ("loss/total", "loss"), "entropy": ("entropy", "entropy"),
     "k3": ("kl/ref", "reference"), "grad_norm": ("grad_norm", "gradient"), "clipped": ("ratio/clip_frac", "loss"),
     "ref_kl": ("kl/full", "reference"), "teacher_kl": ("kl/teacher", "teacher"),
+    "teacher_entropy": ("entropy/teacher", "teacher"),
 }  # fmt: skip
 
 # ---------------------------------------------------------------- the values of a step

@@ -16,7 +16,7 @@ from grpo.step.records import Batch, Sample
 # Entry of an update's report that is recorded → what its sum is divided by.
 MEANS = {
     "loss": "denominator", "policy": "denominator", "entropy": "tokens", "clipped": "tokens", "outside": "tokens",
-    "k3": "tokens", "ref_kl": "tokens", "teacher_kl": "tokens",
+    "k3": "tokens", "ref_kl": "tokens", "teacher_kl": "tokens", "teacher_entropy": "tokens",
 }  # fmt: skip
 
 

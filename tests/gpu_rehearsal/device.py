@@ -30,15 +30,24 @@ BETWEEN = ("/torch/", "/gpu_rehearsal/", "/contextlib.py", "/functools.py", "/_c
 
 
 class Waits:
-    """`counts` is {(phase, place, kind): number}; a place is "file function", such as "train_grpo.py score"."""
+    """`counts` is {(phase, place, kind): number}; a place is "file function", such as "train_grpo.py score".
+
+    `launches` is {(phase, place, operation): number}, of operations that are no view: each starts a kernel or more.
+    """
 
     def __init__(self):
         self.counts: collections.Counter = collections.Counter()
+        self.launches: collections.Counter = collections.Counter()
         self.phase: Callable[[], str] = lambda: "start"
 
     def note(self, kind):
         """The host waits now."""
         self.counts[self.phase(), self.place(), kind] += 1
+
+    def note_launch(self, op):
+        """The host starts an operation on the GPU."""
+        if not any(result.alias_info and not result.alias_info.is_write for result in op._schema.returns):
+            self.launches[self.phase(), self.place(), op._opname] += 1
 
     def place(self):
         """The innermost frame that is neither torch's nor the rehearsal's."""
@@ -261,6 +270,7 @@ class Gpu(TorchDispatchMode):
         makes_gpu_tensor = torch.device(kwargs.get("device") or "cpu").type == "cuda"
         if not makes_gpu_tensor and not any(map(on_gpu, tree_leaves((args, kwargs)))):
             return compute_on_host(op, args, kwargs)
+        WAITS.note_launch(op)
         if op.namespace == "c10d":
             return communicate(op, args, kwargs)
         if op.namespace == "torch_attn":  # varlen_attn's own Python, which calls FlashAttention
@@ -350,6 +360,7 @@ def patch_tensors():
     torch.tensor = tensor
     torch.Tensor.tolist = FakeTensor.tolist = lambda self: to_list(self.cpu() if on_gpu(self) else self)
     torch.Tensor.record_stream = lambda self, stream: None
+    FakeTensor.data_ptr = lambda self: value_of(self).data_ptr()  # torch's is 0
     torch.nn.Module._apply = apply_to_module
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device="cuda") dispatches its copy then
 

@@ -4,7 +4,8 @@
         --config configs/tiny.yaml parallel.ep=2 ...
 
 It takes the arguments of train_grpo.py. On the GPU, each rank of a run that succeeds writes
-output_dir/waits_<rank>.json: {"counts": [[phase, place, kind, number], ...], "units": {"update": number, ...}}.
+output_dir/waits_<rank>.json: {"counts": [[phase, place, kind, number], ...], "units": {"update": number, ...},
+"launches": [[phase, place, operation, number], ...]}.
 
 The answers are random numbers that follow from the seeds of their prompts, so they are the same on any layout. Besides
 what FakeTensors refuse, the run fails if a weight is pushed that is not on the GPU, or not contiguous.
@@ -43,9 +44,12 @@ def main(argv: list[str]):
     code = train_grpo.main(argv)
     if args.on == "gpu" and code == 0:
         (out,) = (text.removeprefix("output_dir=") for text in argv if text.startswith("output_dir="))
-        counts = [[*key, number] for key, number in sorted(device.WAITS.counts.items())]
+        counts, launches = (
+            [[*key, number] for key, number in sorted(found.items())]
+            for found in (device.WAITS.counts, device.WAITS.launches)
+        )
         file = Path(out, f"waits_{os.environ['RANK']}.json")
-        file.write_text(json.dumps({"counts": counts, "units": units}, indent=1))
+        file.write_text(json.dumps({"counts": counts, "units": units, "launches": launches}, indent=1))
     return code
 
 

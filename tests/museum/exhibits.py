@@ -41,6 +41,9 @@ EXHIBITS = {exhibit.name: exhibit for exhibit in [
     Exhibit("divergence_untempered", "the teacher has no temperature", f"{DIVERGENCE}:terms",
         "known.other_log_z_M[rows], temperature)", "known.other_log_z_M[rows], 1.0)", message="loss: ",
         setting="teacher, forward"),
+    Exhibit("teacher_entropy_of_the_token", "the teacher's entropy is its log-prob of the token",
+        "grpo.step.teacher:with_divergences", 'rows["teacher_kl"], _, rows["teacher_entropy"]',
+        'rows["teacher_kl"], rows["teacher_entropy"], _', message="teacher: ", setting="teacher, forward"),
     # gradients and the loss
     Exhibit("mean_of_the_answers_gradients", "a shared prompt gets the mean of its answers' gradients",
         "grpo.parts.model.attention:TakeRows.backward", "sums.to(grad.dtype)",

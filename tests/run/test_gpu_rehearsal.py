@@ -47,6 +47,7 @@ WAITS = {
     "train": {
         ("grpo/run/clock.py __call__", "synchronize"): (1, "update"),
         ("grpo/step/metrics.py add_up", "copy from the GPU"): (1, "update"),
+        ("grpo/parts/model/optimizer_state.py own_steps", "_local_scalar_dense"): (1, "update"),
         ("grpo/parts/model/routes.py reduce_counts", "copy from the GPU"): (1, "update"),
         ("train_grpo.py score", "copy from the GPU"): (1, "log-prob pass"),  # rounding, at the first update of a start
         ("clip_grads.py get_grad_norm_fp32", "_local_scalar_dense"): (1, "update"),
@@ -66,6 +67,7 @@ WAITS = {
     "step": {
         ("grpo/step/metrics.py expert_load", "copy from the GPU"): (1, "step"),
         ("grpo/run/guard.py some_entries", "copy from the GPU"): (1, "step"),  # of the reference
+        ("grpo/parts/model/optimizer_state.py own_steps", "_local_scalar_dense"): (1, "step"),  # Adam's, before
     },
 }
 NOT_COUNTED = ("start", "build", "save")  # the start, and files

@@ -68,7 +68,16 @@ def rotation(dtype, on):
     return [relative(value, exact) for value, exact in zip(found, (forward, back), strict=True)]
 
 
-KERNELS = [logits, swiglu, rotation]
+def copies(dtype, on):
+    """One row taken once, one three times and one never, of 2 heads of 700: more than a block."""
+    grad = torch.randn(4, 2, 700, device=on).to(dtype)
+    order, counts = torch.tensor([1, 0, 2, 3], device=on), torch.tensor([1, 3, 0], device=on)
+    wide = grad.double()
+    wanted = torch.stack((wide[1], wide[[0, 2, 3]].sum(0), 0 * wide[0]))
+    return [relative(kernels.sum_copies(grad, order, counts), wanted)]
+
+
+KERNELS = [logits, swiglu, rotation, copies]
 
 
 def check(of, dtype, on):

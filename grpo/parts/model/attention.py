@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.attention import varlen as flash
 
 from grpo.parts.base.ranks import device, to_device
+from grpo.parts.model import kernels
 from grpo.parts.model.layers import Rotation  # first: it prepares the process for Megatron-core
 
 # isort: split
@@ -117,6 +118,8 @@ class TakeRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         order, counts = ctx.saved_tensors
+        if kernels.runs_on(grad):
+            return kernels.sum_copies(grad, order, counts), None, None, None
         sums = torch.segment_reduce(grad.float().index_select(0, order), "sum", lengths=counts, unsafe=True)
         return sums.to(grad.dtype), None, None, None
 

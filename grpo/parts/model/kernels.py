@@ -4,6 +4,7 @@ All compute in fp32 and round once. TRITON_INTERPRET=1 runs them on a CPU. `voca
 rank has, `f` the width of a feed-forward block. The block sizes and warps are the fastest of several tried on an H200.
 """
 
+import math
 from types import SimpleNamespace
 
 import torch
@@ -180,3 +181,28 @@ def rotate_kernel(
     to = out + (token * heads + head) * 2 * half + at
     tl.store(to, a * c - b * s, mask=inside)
     tl.store(to + half, b * c + a * s, mask=inside)
+
+
+# ---------------------------------------------------------------- copies of a row
+
+
+def sum_copies(grad, order, counts):
+    """The gradient of `TakeRows` of grpo/parts/model/attention.py, in one pass; [T, ...] → [C, ...]."""
+    out = grad.new_empty(len(counts), *grad.shape[1:])
+    width = math.prod(grad.shape[1:])
+    grid = (len(counts), triton.cdiv(width, 1024))
+    sum_copies_kernel[grid](grad.contiguous(), order, counts.cumsum(0), counts, out, width, BLOCK=1024, num_warps=4)
+    return out
+
+
+@triton.jit
+def sum_copies_kernel(grad, order, ends, counts, out, width, BLOCK: tl.constexpr):
+    """A block of one computed row: the sum of its copies' gradients, in their order."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < width
+    end = tl.load(ends + row)
+    total = tl.zeros([BLOCK], tl.float32)
+    for copy in range(end - tl.load(counts + row), end):
+        total += read(grad + tl.load(order + copy) * width + at, inside)
+    tl.store(out + row * width + at, total, mask=inside)

@@ -49,12 +49,18 @@ def l2_norm(size, flag, lists, *unused):
     return torch.stack(torch._foreach_norm(lists[0])).norm()[None], None
 
 
+def scale(size, flag, lists, factor):
+    """Multiply all tensors of lists[0], which are lists[1] too. Megatron's own takes two kernels for each."""
+    torch._foreach_mul_(lists[0], factor)
+
+
 # Megatron calls Apex for gradient_accumulation_fusion, by these names.
 linear.fused_weight_gradient_mlp_cuda = SimpleNamespace(
     wgrad_gemm_accum_fp32=add_product, wgrad_gemm_accum_fp16=add_product
 )
 linear._grad_accum_fusion_available = True
 clip_grads.l2_norm_impl = l2_norm
+clip_grads.multi_tensor_scale_impl = scale
 
 
 # ---------------------------------------------------------------- layers
