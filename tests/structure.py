@@ -21,18 +21,18 @@ LONG, WITHOUT_PARAGRAPH, TOKENS_A_LINE = 15, 0.2, 9.5
 # lines that they add; of "docs" the words. These numbers only fall: a commit that deletes lowers them to what is left,
 # and one that adds says in its message what left for it.
 BUDGET = {
-    "top": 16784,
+    "top": 16821,
     "grpo/step": 12717,
-    "grpo/parts": 43558,
-    "grpo/run": 26988,
+    "grpo/parts": 43865,
+    "grpo/run": 26992,
     "rewards": 6486,
     "examples": 393,
-    "oracle": 28795,
+    "oracle": 28897,
     "tools": 7491,
     "benchmarks": 11627,
-    "tests": 120038,
+    "tests": 120322,
     "recipes": 7354,
-    "docs": 39877,
+    "docs": 41778,
 }
 
 FOLDERS = ("grpo/step", "grpo/parts", "grpo/run", "rewards", "examples", "oracle", "tools", "benchmarks", "tests")
