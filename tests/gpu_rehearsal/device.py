@@ -32,7 +32,7 @@ BETWEEN = ("/torch/", "/gpu_rehearsal/", "/contextlib.py", "/functools.py", "/_c
 class Waits:
     """`counts` is {(phase, place, kind): number}; a place is "file function", such as "train_grpo.py score".
 
-    `launches` is {(phase, place, operation): number}, of operations that are no view: each starts a kernel or more.
+    `launches` is {(phase, place, operation): number}, of operations on the GPU that are no view.
     """
 
     def __init__(self):
@@ -46,7 +46,7 @@ class Waits:
 
     def note_launch(self, op):
         """The host starts an operation on the GPU."""
-        if not any(result.alias_info and not result.alias_info.is_write for result in op._schema.returns):
+        if not is_view(op):
             self.launches[self.phase(), self.place(), op._opname] += 1
 
     def place(self):
@@ -64,6 +64,10 @@ CUDA = torch.device("cuda", 0)
 WAITS = Waits()
 GENERATOR = torch.Generator()  # the GPU's, from which nothing is drawn: random numbers are the host's
 METADATA = FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def is_view(op):
+    return any(result.alias_info and not result.alias_info.is_write for result in op._schema.returns)
 
 
 def on_gpu(x):
@@ -132,8 +136,7 @@ def compute(op, args, kwargs, kernel=None):
 def compute_on_host(op, args, kwargs):
     """An operation without a tensor on the GPU."""
     tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor) and x.device.type == "cpu"]
-    is_view = any(result.alias_info and not result.alias_info.is_write for result in op._schema.returns)
-    if IN_FLIGHT and not is_view and any(IN_FLIGHT.get(x.untyped_storage()) for x in tensors):
+    if IN_FLIGHT and not is_view(op) and any(IN_FLIGHT.get(x.untyped_storage()) for x in tensors):
         raise RuntimeError(f"rehearsal: {op} on the host uses a copy from the GPU that may not have arrived")
     if op is aten.is_pinned.default:
         return args[0].untyped_storage() in PINNED

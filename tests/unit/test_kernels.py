@@ -74,7 +74,7 @@ def copies(dtype, on):
     order, counts = torch.tensor([1, 0, 2, 3], device=on), torch.tensor([1, 3, 0], device=on)
     wide = grad.double()
     wanted = torch.stack((wide[1], wide[[0, 2, 3]].sum(0), 0 * wide[0]))
-    return [relative(kernels.sum_copies(grad, order, counts), wanted)]
+    return [relative(kernels.sum_copies(grad, order, counts, counts.cumsum(0)), wanted)]
 
 
 KERNELS = [logits, swiglu, rotation, copies]

@@ -98,30 +98,35 @@ class Copies:
         return cls(*(to_device(torch.from_numpy(array), to) for array in arrays))
 
     @cached_property
+    def ends(self):
+        """Where the positions of each place end in `order`, [C]."""
+        return self.counts.cumsum(0)
+
+    @cached_property
     def kept(self):
         """The first position of each place, [C]."""
-        return self.order[self.counts.cumsum(0) - self.counts]
+        return self.order[self.ends - self.counts]
 
     def take(self, x):
         """The value of each position; [C, ...] → [T, ...]."""
-        return TakeRows.apply(x, self.place, self.order, self.counts)
+        return TakeRows.apply(x, self.place, self.order, self.counts, self.ends)
 
 
 class TakeRows(torch.autograd.Function):
     """index_select whose backward pass adds up the copies in fp32 and in a fixed order, unlike torch's on a GPU."""
 
     @staticmethod
-    def forward(ctx, x, place, order, counts):
-        ctx.save_for_backward(order, counts)
+    def forward(ctx, x, place, order, counts, ends):
+        ctx.save_for_backward(order, counts, ends)
         return x.index_select(0, place)
 
     @staticmethod
     def backward(ctx, grad):
-        order, counts = ctx.saved_tensors
+        order, counts, ends = ctx.saved_tensors
         if kernels.runs_on(grad):
-            return kernels.sum_copies(grad, order, counts), None, None, None
+            return kernels.sum_copies(grad, order, counts, ends), None, None, None, None
         sums = torch.segment_reduce(grad.float().index_select(0, order), "sum", lengths=counts, unsafe=True)
-        return sums.to(grad.dtype), None, None, None
+        return sums.to(grad.dtype), None, None, None, None
 
 
 @dataclass

@@ -186,17 +186,17 @@ def rotate_kernel(
 # ---------------------------------------------------------------- copies of a row
 
 
-def sum_copies(grad, order, counts):
+def sum_copies(grad, order, counts, ends):
     """The gradient of `TakeRows` of grpo/parts/model/attention.py, in one pass; [T, ...] → [C, ...]."""
     out = grad.new_empty(len(counts), *grad.shape[1:])
     width = math.prod(grad.shape[1:])
     grid = (len(counts), triton.cdiv(width, 1024))
-    sum_copies_kernel[grid](grad.contiguous(), order, counts.cumsum(0), counts, out, width, BLOCK=1024, num_warps=4)
+    sum_copies_kernel[grid](grad.contiguous(), order, counts, ends, out, width, BLOCK=1024, num_warps=4)
     return out
 
 
 @triton.jit
-def sum_copies_kernel(grad, order, ends, counts, out, width, BLOCK: tl.constexpr):
+def sum_copies_kernel(grad, order, counts, ends, out, width, BLOCK: tl.constexpr):
     """A block of one computed row: the sum of its copies' gradients, in their order."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -51,7 +51,8 @@ def l2_norm(size, flag, lists, *unused):
 
 def scale(size, flag, lists, factor):
     """Multiply all tensors of lists[0], which are lists[1] too. Megatron's own takes two kernels for each."""
-    torch._foreach_mul_(lists[0], factor)
+    if lists[0]:  # torch refuses an empty list
+        torch._foreach_mul_(lists[0], factor)
 
 
 # Megatron calls Apex for gradient_accumulation_fusion, by these names.
