@@ -89,7 +89,7 @@ def picture(results: pandas.DataFrame, sections: Sections, tasks: list[str]) -> 
             colour = COLOURS[place % len(COLOURS)]
             parts.append(f'<polyline points="{points}" stroke="{colour}"/>')
             parts.append(f'<text x="{x + 305}" y="{y + 24 + 12 * place}" fill="{colour}">{name}</text>')
-    size = f"0 0 {2 * width} {20 + height * -(-len(panels) // 2)}"
+    size = f"0 0 {2 * width + 20} {20 + height * -(-len(panels) // 2)}"
     label = "training reward of each variant over the run, mean of the seeds"
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{size}" role="img" aria-label="{label}">'
     style = "<style>text { font: 11px system-ui, sans-serif } polyline { fill: none; stroke-width: 1.5 }</style>"

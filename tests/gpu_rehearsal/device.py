@@ -26,13 +26,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 from tests.gpu_rehearsal import flash
 
 REPO = Path(__file__).resolve().parents[2]
+WITHOUT_KERNEL = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view"}
 BETWEEN = ("/torch/", "/gpu_rehearsal/", "/contextlib.py", "/functools.py", "/_contextlib.py")  # no place of ours
 
 
 class Waits:
     """`counts` is {(phase, place, kind): number}; a place is "file function", such as "train_grpo.py score".
 
-    `launches` is {(phase, place, operation): number}, of operations on the GPU that are no view.
+    `launches` is {(phase, place, operation): number}, of operations that compute on the GPU.
     """
 
     def __init__(self):
@@ -46,7 +47,7 @@ class Waits:
 
     def note_launch(self, op):
         """The host starts an operation on the GPU."""
-        if not is_view(op):
+        if not is_view(op) and op._opname not in WITHOUT_KERNEL:
             self.launches[self.phase(), self.place(), op._opname] += 1
 
     def place(self):
