@@ -10,7 +10,7 @@ Sections = dict[str, list[str]]  # variants of each section, or of each task
 
 T95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}  # seeds: Student's t for a two-sided test at 5 %
 MARKS = ("<!-- tables of benchmarks/notebook.py -->", "<!-- end of the tables -->")
-HEAD = "| variant | seeds | score | its difference | area | its difference | seconds |\n|---|---|---|---|---|---|---|"
+HEAD = "| variant | seeds | score | its difference | area | its difference | time |\n|---|---|---|---|---|---|---|"
 
 
 def difference(rows: pandas.DataFrame, first: pandas.DataFrame, column: str) -> str:
@@ -26,6 +26,12 @@ def difference(rows: pandas.DataFrame, first: pandas.DataFrame, column: str) -> 
     t = gaps.mean() / gaps.sem()
     text = f"{gaps.mean():+.3f}, t = {t:.1f}"
     return f"**{text}**" if abs(t) > T95[min(len(gaps), 5)] else text
+
+
+def time_of(rows: pandas.DataFrame, first: pandas.DataFrame) -> str:
+    """Seconds ÷ the first variant's, where a cell of the same seed ran on the same machine."""
+    pairs = rows.merge(first, on=["seed", "machine"], suffixes=("", "_first"))
+    return spread(pairs.seconds / pairs.seconds_first, 2) if len(pairs) else "–"
 
 
 def spread(numbers: pandas.Series, digits: int = 3) -> str:
@@ -49,8 +55,8 @@ def tables(results: pandas.DataFrame, sections: Sections, wanted: Sections, seed
     for task, names in wanted.items():
         count = results[results.task == task].variant.value_counts().reindex(names, fill_value=0)
         text += f"### {task}\n\n{count.sum()} of {seeds * len(names)} cells were run.\n\n"
-        if count.any():
-            lacking = count[count < seeds]
+        lacking = count[count < seeds]
+        if count.any() and len(lacking):
             text += "".join(
                 f"- {n or 'None'} of {seeds} seeds: {', '.join(c.index)}\n" for n, c in lacking.groupby(lacking)
             )
@@ -58,13 +64,15 @@ def tables(results: pandas.DataFrame, sections: Sections, wanted: Sections, seed
 
         for title, variants in found_of(results, sections, task).items():
             text += f"**{title[0].upper()}{title[1:]}**\n\n{HEAD}\n"
-            first = sections[title][0]
+            standard = sections[title][0]
+            first = variants.get(standard, results[:0])
             for name, rows in variants.items():
+                is_first = name == standard
                 line = [name, str(len(rows))]
                 for column in ("score", "area"):
-                    gap = "" if name == first else difference(rows, variants.get(first, results[:0]), column)
-                    line += [spread(rows[column]), gap]
-                text += f"| {' | '.join([*line, spread(rows.seconds, 0)])} |\n"
+                    line += [spread(rows[column]), "" if is_first else difference(rows, first, column)]
+                line.append(f"{spread(rows.seconds, 0)} s" if is_first else time_of(rows, first))
+                text += f"| {' | '.join(line)} |\n"
             text += "\n"
     return text
 

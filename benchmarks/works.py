@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pandas
+import torch
 
 REPO = Path(__file__).resolve().parent.parent
 PROMPTS, GROUP = 8, 8  # of a step: 8 prompts × 8 samples
@@ -228,5 +229,6 @@ def summary(rows: list[dict]) -> dict[str, float]:
 def facts() -> dict:
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     cpu = next((line.split(":")[1].strip() for line in lines if "model name" in line), platform.machine())
+    units = torch.backends.cpu.get_cpu_capability()  # AVX2, AVX512, ...: they decide whether equal bits are on
     now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
-    return {"date": now, "machine": f"{len(os.sched_getaffinity(0))} cores of {cpu}"}
+    return {"date": now, "machine": f"{len(os.sched_getaffinity(0))} cores of {cpu}, {units}"}

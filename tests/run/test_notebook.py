@@ -21,7 +21,7 @@ def test_every_variant_has_legal_keys():
 def rows(variant, scores, areas, digests="abc"):
     """Rows of the results, a seed each."""
     cells = enumerate(zip(scores, areas, digests, strict=True))
-    fixed = {"task": "demo", "variant": variant, "seconds": 30.4, "curve": "0.1 0.2"}
+    fixed = {"task": "demo", "variant": variant, "machine": "a", "seconds": 30.4, "curve": "0.1 0.2"}
     return [fixed | {"seed": n, "score": score, "area": area, "digest": d} for n, (score, area, d) in cells]
 
 
@@ -31,21 +31,22 @@ def test_the_table_by_hand():
     results += rows("dr_grpo", [0.90, 1.00, 0.98], [0.4, 0.6, 0.53], "def")
     results += rows("rloo", [0.80, 0.90], [0.5, 0.5], "ab") + rows("gspo_4", [0.7], [0.6], "g")
     results += rows("my_branch", [0.5], [0.4], "m")
+    results[3]["seconds"], results[4]["machine"] = 45.6, "b"  # of dr_grpo: 1.5 times as long, and not to compare
     found = pandas.DataFrame(results, columns=notebook.COLUMNS)
     sections = {"advantages": ["grpo", "dr_grpo", "rloo"], "losses": ["ppo_clip_4", "gspo_4"]}
     sections["added"] = ["grpo", "my_branch"]
     text = notebook_page.tables(found, sections, {"demo": ["grpo", "dr_grpo", "rloo", "rank"]}, seeds=3)
     lines = text.splitlines()
     found_lines = [line for line in lines if line.startswith("| ") and not line.startswith("| variant")]
-    default = "| grpo | 3 | 0.850 (0.800 to 0.900) |  | 0.500 (0.500 to 0.500) |  | 30 (30 to 30) |"
+    default = "| grpo | 3 | 0.850 (0.800 to 0.900) |  | 0.500 (0.500 to 0.500) |  | 30 (30 to 30) s |"
     assert found_lines == [
         default,
         "| dr_grpo | 3 | 0.960 (0.900 to 1.000) | **+0.110, t = 11.0** | 0.510 (0.400 to 0.600) | +0.010, t = 0.2 "
-        "| 30 (30 to 30) |",
-        "| rloo | 2 | 0.850 (0.800 to 0.900) | same bits | 0.500 (0.500 to 0.500) | same bits | 30 (30 to 30) |",
-        "| gspo_4 | 1 | 0.700 | – | 0.600 | – | 30 |",
+        "| 1.25 (1.00 to 1.50) |",
+        "| rloo | 2 | 0.850 (0.800 to 0.900) | same bits | 0.500 (0.500 to 0.500) | same bits | 1.00 (1.00 to 1.00) |",
+        "| gspo_4 | 1 | 0.700 | – | 0.600 | – | – |",
         default,
-        "| my_branch | 1 | 0.500 | -0.300 | 0.400 | -0.100 | 30 |",
+        "| my_branch | 1 | 0.500 | -0.300 | 0.400 | -0.100 | 1.00 |",
     ]
     assert "8 of 12 cells were run.\n\n- None of 3 seeds: rank\n- 2 of 3 seeds: rloo\n\n" in text
     assert notebook_page.picture(found, sections, ["demo"]).count("<polyline") == 6
