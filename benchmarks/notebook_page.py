@@ -24,7 +24,7 @@ def difference(rows: pandas.DataFrame, first: pandas.DataFrame, column: str) -> 
     if len(gaps) == 1 or not gaps.sem():
         return f"{gaps.mean():+.3f}"
     t = gaps.mean() / gaps.sem()
-    text = f"{gaps.mean():+.3f}, t = {t:.1f}"
+    text = f"{gaps.mean():+.3f} (t {t:.1f})"
     return f"**{text}**" if abs(t) > T95[min(len(gaps), 5)] else text
 
 
@@ -37,7 +37,7 @@ def time_of(rows: pandas.DataFrame, first: pandas.DataFrame) -> str:
 def spread(numbers: pandas.Series, digits: int = 3) -> str:
     """Mean and range over the seeds."""
     mean, low, high = (f"{number:.{digits}f}" for number in (numbers.mean(), numbers.min(), numbers.max()))
-    return f"{mean} ({low} to {high})" if len(numbers) > 1 else mean
+    return f"{mean} ({low}–{high})" if len(numbers) > 1 else mean
 
 
 def found_of(results: pandas.DataFrame, sections: Sections, task: str) -> dict[str, dict[str, pandas.DataFrame]]:

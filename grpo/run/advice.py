@@ -126,6 +126,11 @@ def problems(step, run) -> Iterator[tuple[str, str]]:
         yield "no_mixed_group", "no group has answers of unequal rewards, so no reward has an effect"
     yield from problems_of_answers(step, run)
 
+    # A correction whose bounds are narrower than what separates trainer and vLLM masks nearly every answer.
+    correction, cut = run.cfg.algo.correction, step.get("mismatch/cut_frac", 0.0)
+    if correction in ("icepop", "seq_mask") and cut > 0.5:
+        yield "masked_tokens", f"algo.correction={correction} leaves out {cut:.0%} of the tokens"
+
     # Updates too small for the weights' precision.
     if step.get("sync/changed") == 0 and step["update/applied"] != 0 and step["lr"] != 0:
         yield "unchanged_push", f"updates of learning rate {step['lr']:g} have changed no weight that vLLM samples with"
@@ -197,6 +202,7 @@ RULES = {  # rule → for how many steps in a row it has to hold, what to turn; 
     "no_mixed_group": (5, f"a larger rollout.group_size, a higher rollout.temperature or {ROUNDS}"),
     "no_end_token": (5, f"{LONGER}, data.chat_template, rollout.stop_token_ids or rollout.stop"),
     "all_empty": (3, f"data.chat_template, reward.default, if it prefers an empty answer, rollout.stop or {LOWER}"),
+    "masked_tokens": (3, "bounds further from 1, algo.correction_low and correction_high, or algo.correction=tis"),
     "unchanged_push": (3, "a higher train.lr or model.dtype=fp32"),
     "idle_gpus": (10, f"more reward.workers, {BIGGER}, a larger train.save_every or a smaller rollout.max_new_tokens"),
     "memory_swings": (1, f"a lower train.max_tokens_per_micro_batch, so that rows are full, {FULL} or {BIGGER}"),

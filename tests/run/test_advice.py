@@ -45,6 +45,7 @@ CASES = [  # rule, calm steps before, the step, how many of it, keys
     ("no_mixed_group", 9, SKIPPED, 5, {}),
     ("no_end_token", 0, {"tokens/truncated_frac": 1.0}, 5, {}),
     ("all_empty", 9, {"tokens/response_max": 1.0, "tokens/truncated_frac": 0.0}, 3, {}),
+    ("masked_tokens", 9, {"mismatch/cut_frac": 0.98}, 3, {"algo__correction": "seq_mask"}),
     ("unchanged_push", 9, {"sync/changed": 0.0}, 3, {}),
     ("idle_gpus", 9, {"busy_frac": 0.4}, 10, {}),
     ("uneven_experts", 9, {"moe/load": 3.1}, 10, {}),

@@ -38,12 +38,12 @@ def test_the_table_by_hand():
     text = notebook_page.tables(found, sections, {"demo": ["grpo", "dr_grpo", "rloo", "rank"]}, seeds=3)
     lines = text.splitlines()
     found_lines = [line for line in lines if line.startswith("| ") and not line.startswith("| variant")]
-    default = "| grpo | 3 | 0.850 (0.800 to 0.900) |  | 0.500 (0.500 to 0.500) |  | 30 (30 to 30) s |"
+    default = "| grpo | 3 | 0.850 (0.800–0.900) |  | 0.500 (0.500–0.500) |  | 30 (30–30) s |"
     assert found_lines == [
         default,
-        "| dr_grpo | 3 | 0.960 (0.900 to 1.000) | **+0.110, t = 11.0** | 0.510 (0.400 to 0.600) | +0.010, t = 0.2 "
-        "| 1.25 (1.00 to 1.50) |",
-        "| rloo | 2 | 0.850 (0.800 to 0.900) | same bits | 0.500 (0.500 to 0.500) | same bits | 1.00 (1.00 to 1.00) |",
+        "| dr_grpo | 3 | 0.960 (0.900–1.000) | **+0.110 (t 11.0)** | 0.510 (0.400–0.600) | +0.010 (t 0.2) "
+        "| 1.25 (1.00–1.50) |",
+        "| rloo | 2 | 0.850 (0.800–0.900) | same bits | 0.500 (0.500–0.500) | same bits | 1.00 (1.00–1.00) |",
         "| gspo_4 | 1 | 0.700 | – | 0.600 | – | – |",
         default,
         "| my_branch | 1 | 0.500 | -0.300 | 0.400 | -0.100 | 1.00 |",
