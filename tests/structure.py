@@ -24,15 +24,15 @@ BUDGET = {
     "top": 16821,
     "grpo/step": 12717,
     "grpo/parts": 43896,
-    "grpo/run": 26992,
+    "grpo/run": 27037,
     "rewards": 6486,
     "examples": 393,
     "oracle": 28897,
     "tools": 7491,
-    "benchmarks": 11627,
-    "tests": 120320,
+    "benchmarks": 11725,
+    "tests": 120385,
     "recipes": 7354,
-    "docs": 41834,
+    "docs": 42503,
 }
 
 FOLDERS = ("grpo/step", "grpo/parts", "grpo/run", "rewards", "examples", "oracle", "tools", "benchmarks", "tests")
