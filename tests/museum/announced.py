@@ -3,7 +3,7 @@
 import sys
 
 import train_grpo
-from tests.museum.linear_attention import emulate
+from tests.museum.linear_attention import emulate_where_needed
 
 train_step = train_grpo.train_step
 
@@ -15,5 +15,5 @@ def announced_step(run, step):
 
 if __name__ == "__main__":
     train_grpo.train_step = announced_step
-    emulate()
+    emulate_where_needed()
     sys.exit(train_grpo.main(sys.argv[1:]))

@@ -1,9 +1,11 @@
-"""vLLM's linear attention in plain torch, for runs of Qwen3.5 on CPUs that lack the units of its kernels."""
+"""vLLM's linear attention in plain torch, for runs of Qwen3.5 that its kernels for CPUs cannot compute."""
 
 import torch
 import torch.nn.functional as F
 import vllm._custom_ops as ops
 
+import megatron_bridge as bridge
+from grpo.parts.base.hf_folder import read_config
 from grpo.run.preflight import linear_attention
 from tests.museum import Exhibit
 
@@ -12,11 +14,20 @@ ALL_DTYPES = Exhibit("", "", "vllm.model_executor.layers.mamba.ops.cpu.gdn_atten
     "mixed_qkv.dtype == torch.bfloat16", "True")  # fmt: skip
 
 
+def emulate_where_needed():
+    """Replace vLLM's kernels where a run is in fp32, as make check's twins are, or this CPU lacks their units."""
+
+    def prepare(cfg):
+        has_units = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+        linear = bridge.has_linear_attention(read_config(cfg.model.path))
+        if linear and not (has_units and cfg.model.dtype == "bf16"):
+            emulate()
+
+    linear_attention.check_cpu = prepare
+
+
 def emulate():
-    """Replace vLLM's kernels, unless this CPU has their units."""
-    if torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported():
-        return
-    linear_attention.check_cpu = lambda cfg: None
+    torch.cpu._is_avx512_bf16_supported = lambda: False  # else vLLM packs the convolution's weight for bf16
     ALL_DTYPES.apply()
     ops.fused_gdn_gating_cpu = gates
     ops.chunk_gated_delta_rule_cpu = prefill

@@ -19,6 +19,7 @@ EXPERTS = ("model.path={folder}/experts", "parallel.ep=2")
 SETTINGS = {
     "plain": (),
     "bf16": BF16,
+    "bf16, unmatched": ("model.match_engine=false", *BF16),
     "temperature": ("rollout.temperature=0.7",),
     "two updates": ("train.updates_per_step=2", "algo.loss_norm=seq_mean_token_mean"),
     "gspo": ("train.updates_per_step=2", "algo.loss=gspo"),

@@ -6,6 +6,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import save_file
 
 import train_grpo
 from grpo.step import gdpo, metrics
@@ -13,6 +15,7 @@ from grpo.step.records import Collected, Sample
 from oracle import algorithm, folders
 from oracle.grading import Grader
 from oracle.metrics import of_evaluation, of_samples
+from oracle.models import module_weights, read_weights
 from oracle.report import Report
 from oracle.run import Recorded
 from oracle.trainer import Trainer, weight_of
@@ -46,6 +49,17 @@ def samples():
 
 def rows_of(samples):
     return json.loads(json.dumps([s.as_row() for s in samples], default=lambda array: array.tolist()))
+
+
+def test_experts_in_one_tensor_are_read_one_by_one(tmp_path):
+    """A published Qwen3.5 has all experts of a layer in one; an export has a tensor for each."""
+    layer = "model.layers.0.mlp.experts"
+    whole = {f"{layer}.gate_up_proj": torch.arange(24.0).view(2, 4, 3), f"{layer}.down_proj": torch.ones(2, 3, 2)}
+    save_file(whole, tmp_path / "model.safetensors")
+    weights = read_weights(tmp_path, "fp32", tied=False)
+    assert weights[f"{layer}.1.up_proj.weight"].tolist() == [[18, 19, 20], [21, 22, 23]]
+    again = module_weights(weights)
+    assert again.keys() == whole.keys() and all(torch.equal(again[name], whole[name]) for name in whole)
 
 
 SECRETS = {  # of the row → what is wrong with a conversation in which a guess of 3 is too low
