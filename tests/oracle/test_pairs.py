@@ -145,8 +145,11 @@ def overrides_of(run, models):
         chosen += [text.replace("{teacher}", f"{models}/{teacher}") for text in FACTORS[factor][value]]
     if run["dtype"] != "fp32":
         chosen.append("rollout.max_logp_gap=inf")
-        if "algo.correction=icepop" in chosen:  # it drops a token at its bounds, where rounding decides which
+        # These drop tokens at their bounds, where rounding decides which.
+        if "algo.correction=icepop" in chosen:
             chosen.append("algo.correction=tis")
+        if "algo.dual_clip=1.1" in chosen:
+            chosen.append("algo.dual_clip=3.0")
     return chosen
 
 
