@@ -47,10 +47,9 @@ test: $(VENV)/ready
 	$(if $(filter-out tests,$(TESTS)),,$(MAKE) -j2 test-ranks test-alone QUICK="not slow and")
 test-all: $(VENV)/ready build/tiny/train.jsonl
 	$(MAKE) -j2 test-ranks test-alone
-	$(if $(MEGATRON),,$(MAKE) test-other)
 test-alone:
 	$(PYTEST) -m "$(QUICK) not ranks" tests
-	$(if $(MEGATRON),,$(if $(QUICK),$(MAKE) test MEGATRON=$(OTHER) TESTS=$(REPEATED)))
+	$(if $(MEGATRON),,$(if $(QUICK),$(MAKE) test MEGATRON=$(OTHER) TESTS=$(REPEATED),$(MAKE) test-other))
 test-ranks:
 	$(PYTEST) -m "$(QUICK) ranks" tests
 test-other: build/tiny/train.jsonl

@@ -30,7 +30,7 @@ BUDGET = {
     "oracle": 29048,
     "tools": 7491,
     "benchmarks": 11754,
-    "tests": 120606,
+    "tests": 120617,
     "recipes": 7354,
     "docs": 42950,
 }
