@@ -189,7 +189,7 @@ def judge_log_probs(state, answers, updates, sampled):
     numbers = sorted({n for chosen in updates[:count] for n in chosen})
     gap = torch.cat([answers[n].before - answers[n].rollout for n in numbers]).double().abs()
     gaps = {"logp_gap/mean": gap.mean(), "logp_gap/max": gap.max()}
-    if cfg.algo.replay_routes and cfg.model.dtype != "fp32":  # the run follows vLLM, which rounds
+    if cfg.algo.replay_routes and cfg.model.dtype != "fp32":  # the run follows routes that rounding turned
         gaps = {name: min(value, torch.tensor(metrics[name])) for name, value in gaps.items()}
 
     # The weights before this step are those that the steps before it made.

@@ -27,6 +27,7 @@ def emulate_where_needed():
 
 
 def emulate():
+    """Replace vLLM's kernels in this process."""
     torch.cpu._is_avx512_bf16_supported = lambda: False  # else vLLM packs the convolution's weight for bf16
     ALL_DTYPES.apply()
     ops.fused_gdn_gating_cpu = gates
