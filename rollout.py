@@ -15,14 +15,13 @@ import torch
 from numpy import ndarray
 
 from config import ModelConfig, RankError, RolloutConfig
-from grpo.parts.engine import cpu_engine, lean, private
+from grpo.parts.engine import cpu_engine, lean, linear_attention, private
 from grpo.parts.engine.push_check import PushCheck
 from grpo.parts.engine.vllm_process import (
     capture_size,
     keeps_weights,
     let_segments_grow,
     most_sequences,
-    prepare_linear_attention,
     set_environment,
 )
 
@@ -97,7 +96,7 @@ class Engine:
         )
         engines = int(os.environ["WORLD_SIZE"]) // tp
         batch = math.ceil(rollout.prompts_per_step / engines) * rollout.group_size
-        settings |= most_sequences(batch, tp) | prepare_linear_attention(path)
+        settings |= most_sequences(batch, tp) | linear_attention.prepare(path, model.dtype)
         self.returns_nuclei = rollout.is_cut and hasattr(vllm.EngineArgs, "return_sampling_mask")
         if on_gpu:  # CUDA graphs up to the largest batch of a step
             settings["compilation_config"] = {"max_cudagraph_capture_size": capture_size(batch)}

@@ -8,7 +8,8 @@ import json
 import os
 import sys
 
-from grpo.parts.engine.vllm_process import prepare_linear_attention, set_environment
+from grpo.parts.engine import linear_attention
+from grpo.parts.engine.vllm_process import set_environment
 
 
 def main():
@@ -20,7 +21,8 @@ def main():
 
     found = []
     for model in job["models"]:
-        llm = LLM(model["folder"], **job["options"] | prepare_linear_attention(model["folder"]))
+        needed = linear_attention.prepare(model["folder"], job["dtype"])
+        llm = LLM(model["folder"], **job["options"] | needed)
         prompts = [{"prompt_token_ids": request["ids"]} for request in model["requests"]]
         more = {"logprobs": 0, "skip_special_tokens": False, "include_stop_str_in_output": True}
         params = [SamplingParams(**request["settings"], **more) for request in model["requests"]]

@@ -21,18 +21,18 @@ LONG, WITHOUT_PARAGRAPH, TOKENS_A_LINE = 15, 0.2, 9.5
 # lines that they add; of "docs" the words. These numbers only fall: a commit that deletes lowers them to what is left,
 # and one that adds says in its message what left for it.
 BUDGET = {
-    "top": 16821,
+    "top": 16827,
     "grpo/step": 12717,
-    "grpo/parts": 43896,
-    "grpo/run": 27037,
+    "grpo/parts": 44535,
+    "grpo/run": 26911,
     "rewards": 6486,
     "examples": 393,
-    "oracle": 29048,
+    "oracle": 29064,
     "tools": 7491,
-    "benchmarks": 11754,
-    "tests": 120617,
+    "benchmarks": 11780,
+    "tests": 120358,
     "recipes": 7354,
-    "docs": 43770,
+    "docs": 43747,
 }
 
 FOLDERS = ("grpo/step", "grpo/parts", "grpo/run", "rewards", "examples", "oracle", "tools", "benchmarks", "tests")

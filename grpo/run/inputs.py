@@ -20,7 +20,7 @@ from grpo.parts.data.ends import Ends, endless, read_ends
 from grpo.parts.data.prompts import Mixture, Prompt, check_opening, check_reading, load_prompts, load_tokenizer
 from grpo.parts.data.tokens import check_ids
 from grpo.parts.model import checkpoint, lora
-from grpo.run.preflight import configuration, equal_bits, linear_attention, run_plan
+from grpo.run.preflight import configuration, equal_bits, run_plan
 from grpo.run.preflight.reward_trial import try_rewards
 from grpo.step import teacher, turns
 
@@ -66,7 +66,6 @@ def read(cfg, parts: list[str], weights: bool) -> tuple[Config, Inputs]:
     """
     check_models(cfg)
     if weights and parts:
-        linear_attention.check_cpu(cfg)
         cfg = equal_bits.resolve(cfg)
     try:
         return read_files(cfg, parts, weights)

@@ -3,7 +3,6 @@
 import sys
 
 import train_grpo
-from tests.museum.linear_attention import emulate_where_needed
 
 train_step = train_grpo.train_step
 
@@ -15,5 +14,4 @@ def announced_step(run, step):
 
 if __name__ == "__main__":
     train_grpo.train_step = announced_step
-    emulate_where_needed()
     sys.exit(train_grpo.main(sys.argv[1:]))

@@ -28,7 +28,7 @@ PAGE = REPO / "docs/dev/museum.md"
 TABLE = "| bugs | the run | `make check` | a test | nothing |"  # the first line of its score
 # A template with a header, and with an opening of the answer
 CHAT = "{% for message in messages %}<{{ message['content'] }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
-LINEAR = {  # the sizes of linear attention that vLLM can compute on a CPU
+LINEAR = {  # the sizes of which vLLM has kernels for CPUs
     "hidden": 128, "ffn": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 128,
     "linear_value_head_dim": 128,
 }  # fmt: skip
@@ -109,7 +109,7 @@ class Museum:
         try:
             run = read_run(self.out(setting, mutant))
             report = repeat(run)
-            if not report.parted() and can_ask_again(setting, mutant):
+            if not report.parted() and can_ask_again(mutant):
                 report = repeat(run, self.engine)
         except ValueError as error:  # a folder that cannot be judged
             return Outcome("check", 0, self.without_paths(str(error)))
@@ -200,9 +200,9 @@ def planted(*exhibits) -> Iterator[None]:
             function.__code__ = code
 
 
-def can_ask_again(setting, mutant):
-    """Whether another vLLM can answer again: one without an exhibit of vLLM itself, and on every CPU."""
-    return "qwen3.5" not in setting and not (mutant in EXHIBITS and EXHIBITS[mutant].function.startswith("vllm."))
+def can_ask_again(mutant):
+    """Whether another vLLM can answer again: one without an exhibit of vLLM itself."""
+    return mutant not in EXHIBITS or not EXHIBITS[mutant].function.startswith("vllm.")
 
 
 def fails(exhibit):

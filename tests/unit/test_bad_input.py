@@ -12,8 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from config import UserError
 from grpo.run.preflight.configuration import check_weights
-from grpo.run.preflight.linear_attention import check_cpu
-from tests.conftest import REPO, refused, tiny_config
+from tests.conftest import REPO, refused
 from train_grpo import main
 
 
@@ -135,22 +134,6 @@ def test_a_model_without_a_counterpart_is_refused(dry_run, tiny, tmp_path, chang
     (tmp_path / "config.json").write_text(json.dumps(config | changed))
     code, text = dry_run(f"model.path={tmp_path}", *overrides.split())
     assert code == 2 and message in text, text
-
-
-@pytest.mark.parametrize(
-    ("dtype", "width", "has_units", "message"),
-    [("fp32", 128, True, ": vLLM's linear attention on a CPU needs bf16; use model.dtype=bf16, or a GPU"),
-     ("bf16", 64, True, "needs key and value heads of 128 numbers, not (64, 128); use a GPU"),
-     ("bf16", 128, False, "needs AVX-512 BF16 or AMX, which this CPU lacks; use another machine, or a GPU")],
-)  # fmt: skip
-def test_what_linear_attention_needs_on_a_cpu(tiny, tmp_path, monkeypatch, dtype, width, has_units, message):
-    config = json.loads((tiny / "model/config.json").read_text()) | LINEAR | {"linear_key_head_dim": width}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has_units)
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
-    with pytest.raises(UserError, match=re.escape(message)):
-        check_cpu(tiny_config(f"model.path={tmp_path}", f"model.dtype={dtype}"))
 
 
 INDEX = "model.safetensors.index.json"

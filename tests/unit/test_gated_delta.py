@@ -1,7 +1,9 @@
-"""Linear attention (grpo/parts/model/gated_delta.py): the rule in chunks, and fla's kernels.
+"""Linear attention: the rule in chunks (grpo/parts/model/gated_delta.py), fla's kernels, and vLLM's on a CPU.
 
 tests/oracle/test_layouts.py compares whole models with transformers.
 """
+
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5 as hf_model
 
 import megatron_bridge as bridge
 from config import ParallelConfig
+from grpo.parts.engine import linear_attention as in_vllm
 from grpo.parts.model import gated_delta as delta
 from grpo.parts.model.attention import Packing, Segments
 from tests.oracle.reference import delta_by_steps, relative
@@ -61,6 +64,39 @@ def test_a_sequence_gives_the_same_bits_in_any_row():
     apart = torch.cat([in_chunks(*sequence, [length]) for *sequence, length in sequences])
     pairs = zip(with_gradients(in_chunks(*xs, lengths), xs), with_gradients(apart, xs), strict=True)
     assert all(torch.equal(*pair) for pair in pairs)
+
+
+def test_vllm_in_plain_torch_passes_the_state_from_prompt_to_answer():
+    """Three prompts at once, then a token of each, with 2 key heads and 4 value heads. Slots have another order."""
+    torch.manual_seed(0)
+    lengths, slots = [5, 1, 3], torch.tensor([2, 0, 3])
+    q, k, v = (torch.randn(1, sum(lengths) + 3, heads, width) for heads, width in ((2, 16), (2, 16), (4, 24)))
+    a, b = torch.randn(2, sum(lengths) + 3, 4)
+    A_log, dt_bias = torch.randn(2, 4)
+    g, beta = in_vllm.gates(A_log, a, b, dt_bias)
+
+    states = torch.zeros(4, 4, 16, 24)
+    ends = torch.tensor([0, 5, 6, 9])
+    prompts, _ = in_vllm.prefill(q[:, :9], k[:, :9], v[:, :9], g[:9], beta[:9], states, ends, slots)
+    answers = in_vllm.decode(A_log, dt_bias, q[:, 9:], k[:, 9:], v[:, 9:], a[9:], b[9:], states, slots)
+
+    for n, (begin, end) in enumerate(pairwise(ends.tolist())):
+        whole = [*range(begin, end), 9 + n]
+        xs = [x.repeat_interleave(4 // x.shape[2], 2)[:, whole].double() for x in (q, k, v)]
+        wanted, _ = delta_by_steps(*xs, g[None, whole].double(), beta[None, whole].double())
+        assert relative(torch.cat([prompts[0, begin:end], answers[n]]), wanted[0]) < 1e-6
+
+
+@pytest.mark.parametrize(
+    "dtype, width, units, has", [("bf16", 128, True, True), ("fp32", 128, True, False), ("bf16", 64, True, False),
+                                 ("bf16", 128, False, False)],
+)  # fmt: skip
+def test_vllms_kernels_for_cpus_are_used_where_they_exist(monkeypatch, dtype, width, units, has):
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: units)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    monkeypatch.setattr(in_vllm.platform, "machine", lambda: "x86_64")
+    hf = hf_model.Qwen3_5TextConfig(linear_key_head_dim=width, linear_value_head_dim=128)
+    assert in_vllm.has_kernels(hf, dtype) is has
 
 
 @pytest.mark.gpu(only=True)

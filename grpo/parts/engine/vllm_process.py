@@ -1,15 +1,10 @@
 """Environment variables that vLLM reads, set before it is imported, and the options of its engine."""
 
 import dataclasses
-import importlib.util
 import math
 import os
-import sys
-from types import ModuleType
 
 import torch
-
-from grpo.parts.base.hf_folder import read_config
 
 
 def set_environment(exact=False, dtype="bf16"):
@@ -90,35 +85,3 @@ def engine_options():
     from vllm import EngineArgs
 
     return {field.name: field.type for field in dataclasses.fields(EngineArgs)}
-
-
-def prepare_linear_attention(path):
-    """Let vLLM build only the language model of a Qwen3.5 in the folder `path`, on a machine without torchvision.
-
-    Returns options of the engine: with prefix caching vLLM wants chunked prefill.
-    """
-    if not read_config(path).model_type.startswith("qwen3_5"):
-        return {}
-
-    # vLLM imports image processors, which import torchvision.
-    absent = []
-    if importlib.util.find_spec("torchvision") is None:
-        parts = ("", ".io", ".transforms", ".transforms.v2", ".transforms.v2.functional")
-        absent = [f"torchvision{part}" for part in parts]
-    for name in absent:
-        sys.modules[name] = ModuleType(name)
-    from vllm import ModelRegistry
-    from vllm.model_executor.models import qwen3_5
-    from vllm.model_executor.models.utils import WeightsMapper
-
-    for name in absent:
-        del sys.modules[name]
-
-    # The whole model's name stands for its language model too, which skips the weights for images.
-    for name in ("Qwen3_5", "Qwen3_5Moe"):
-        family = getattr(qwen3_5, f"{name}ForCausalLM")
-        ModelRegistry.register_model(f"{name}ForCausalLM", family)
-        mapper = family.hf_to_vllm_mapper | WeightsMapper(orig_to_new_prefix={"model.visual.": None})
-        text_alone = type(f"{name}LanguageModel", (family,), {"hf_to_vllm_mapper": mapper})
-        ModelRegistry.register_model(f"{name}ForConditionalGeneration", text_alone)
-    return {"enable_prefix_caching": False}

@@ -1,12 +1,7 @@
-"""What Qwen3.5's linear attention needs of a folder, a layout and a machine. Each check raises UserError."""
-
-import platform
-
-import torch
+"""What Qwen3.5's linear attention needs of a folder and a layout. Each check raises UserError."""
 
 import megatron_bridge as bridge
 from grpo.parts.base import versions
-from grpo.parts.base.hf_folder import read_config
 from grpo.parts.base.require import require
 from grpo.parts.model.gated_delta import uses_fla
 
@@ -38,22 +33,3 @@ def check_split(hf, parallel) -> dict[str, int]:
     )
     # Attention has gates, and Megatron-core 0.16 cannot split a group of heads that has them.
     return {"key heads of linear attention": heads, "key-value heads": hf.num_key_value_heads}
-
-
-def check_cpu(cfg):
-    """What vLLM's kernels for CPUs need, if there is no GPU."""
-    hf = read_config(cfg.model.path)
-    if torch.cuda.device_count() or not bridge.has_linear_attention(hf):
-        return
-
-    needs = f"model.path={cfg.model.path}: vLLM's linear attention on a CPU needs"
-    require(cfg.model.dtype == "bf16", f"{needs} bf16; use model.dtype=bf16, or a GPU")
-
-    widths = (hf.linear_key_head_dim, hf.linear_value_head_dim)
-    require(widths == (128, 128), f"{needs} key and value heads of 128 numbers, not {widths}; use a GPU")
-
-    has_units = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    require(
-        has_units or platform.machine() == "aarch64",
-        f"{needs} AVX-512 BF16 or AMX, which this CPU lacks; use another machine, or a GPU",
-    )
