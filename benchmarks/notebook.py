@@ -24,6 +24,7 @@ import subprocess
 import sys
 import tarfile
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -103,6 +104,7 @@ def sources_of(commit: str, recipe: str | None) -> Path:
     return folder
 
 
+@cache
 def inputs_of(task: str) -> dict[str, str]:
     """Model and data of a task. 100 of the demo's 1,000 rows are held out."""
     made = REPO / "build" / ("tiny" if task == "demo" else task)
@@ -190,8 +192,9 @@ def run_missing(cells: list[tuple], commit: str, jobs: int) -> int:
     found = read_results()
     there = {*zip(found.task, found.variant, found.seed, strict=True)}
     todo = [cell for cell in cells if cell[:3] not in there]
-    for task, variant, *_ in todo:  # not in the threads
-        sources_of(commit, recipe_of(variant))
+    for recipe in {recipe_of(variant) for _, variant, *_ in todo}:  # not in the threads
+        sources_of(commit, recipe)
+    for task in {task for task, *_ in todo}:
         inputs_of(task)
 
     def run(cell) -> bool:
