@@ -1,12 +1,13 @@
 """Bets on synthetic answers, and answers that are asked for again: a healthy sampler passes, others do not."""
 
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from oracle import again
-from oracle.answers import answer_problem
+from oracle.answers import answer_problem, judge_parts
 from oracle.sampling import Bets, look
 
 END, VOCABULARY, LIMIT = 0, 20, 12
@@ -132,3 +133,14 @@ def test_a_conversation_ends_for_the_reason_that_is_recorded(fields, wrong):
     row = {"finished": True, "text": "text", "graded": "ok", "response_ids": [5, 0] * (sum(fields["turns"]) // 2)}
     problem = answer_problem(state, row | fields, rollout, 8)
     assert wrong in problem and bool(problem) == bool(wrong), problem
+
+
+def test_an_environment_hears_that_an_evaluation_ended_by_its_own_stop_text():
+    training, evaluation = (SimpleNamespace(stop=stop, stop_token_ids=[]) for stop in ([], ["="]))
+    tokenizer = SimpleNamespace(decode=lambda ids, **options: "".join(map(chr, ids)))
+    grader = Mock(**{"parts.return_value": ({}, None)})
+    cfg = SimpleNamespace(rollout=training)
+    state = SimpleNamespace(cfg=cfg, ends={0}, tokenizer=tokenizer, grader=grader, late="", report=Mock())
+    row = {"turns": [2], "response_ids": [ord("7"), ord("=")], "reward": 0.0, "text": "7="}
+    judge_parts(state, row, None, {}, evaluation)
+    grader.parts.assert_called_once_with(row, None, ["7="], True)
