@@ -18,6 +18,7 @@ from config import ModelConfig, RankError, RolloutConfig
 from grpo.parts.engine import cpu_engine, lean, linear_attention, private
 from grpo.parts.engine.push_check import PushCheck
 from grpo.parts.engine.vllm_process import (
+    cache_bytes,
     capture_size,
     keeps_weights,
     let_segments_grow,
@@ -94,18 +95,21 @@ class Engine:
             use_tqdm_on_load=False,
             enable_return_routed_experts=return_routes and on_gpu,
         )
-        engines = int(os.environ["WORLD_SIZE"]) // tp
-        batch = math.ceil(rollout.prompts_per_step / engines) * rollout.group_size
+        batch = math.ceil(rollout.prompts_per_step * tp / int(os.environ["WORLD_SIZE"])) * rollout.group_size
         settings |= most_sequences(batch, tp) | linear_attention.prepare(path, model.dtype)
         self.returns_nuclei = rollout.is_cut and hasattr(vllm.EngineArgs, "return_sampling_mask")
         if on_gpu:  # CUDA graphs up to the largest batch of a step
             settings["compilation_config"] = {"max_cudagraph_capture_size": capture_size(batch)}
             settings |= {"return_sampling_mask": True} if self.returns_nuclei else {}
+        else:
+            settings["kv_cache_memory_bytes"] = cache_bytes(**settings)
         if model.fp32_head:
             settings["hf_overrides"] = {"head_dtype": "float32"}
         self.llm = vllm.LLM(**settings | rollout.vllm)
         if on_gpu:
             let_segments_grow()
+        else:
+            cpu_engine.patch_started(self.llm, shm_prefix, return_routes, self.returns_nuclei)
         self.return_routes = return_routes
         self.collect = lean.own_loop if return_routes or self.returns_nuclei else lean.choose_loop(self.llm.llm_engine)
         self.requests = {}  # {number of a request: its settings}
@@ -114,8 +118,6 @@ class Engine:
         self.push_check = PushCheck(tp, self.llm)
         self.keeps_weights = on_gpu and all(self.llm.apply_model(keeps_weights))
         self.has_weights = True  # read from disk or pushed since it last slept
-        if not on_gpu:
-            cpu_engine.patch_started(self.llm, shm_prefix, return_routes, self.returns_nuclei)
         if asleep:
             self.sleep()
 

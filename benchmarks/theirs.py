@@ -177,6 +177,7 @@ def main():
         from grpo.parts.engine.vllm_process import set_environment
 
         set_environment()
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
         patch_vllm_for_cpu(dtype)
     # against_trl.py has made the inputs already: here both ranks would make them at once.
     model, data = works.make_inputs(work)

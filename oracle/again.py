@@ -44,6 +44,7 @@ def ask(state, engine):
         "max_model_len": max(len(r["ids"]) + r["settings"]["max_tokens"] for r in requests) + 1,
         "enforce_eager": True, "enable_prefix_caching": False, "enable_chunked_prefill": False,
         "logprobs_mode": "processed_logprobs", "load_format": "safetensors", "use_tqdm_on_load": False,
+        "kv_cache_memory_bytes": 2**30,
     }  # fmt: skip
     if cfg.model.fp32_head:
         options["hf_overrides"] = {"head_dtype": "float32"}

@@ -98,11 +98,24 @@ def serve():
 
     vllm_process.set_environment()
     import datasets  # noqa: F401
-    from vllm import LLM, SamplingParams  # noqa: F401, most of vLLM
+    from vllm import LLM, EngineArgs, SamplingParams  # noqa: F401, most of vLLM
+    from vllm.distributed.elastic_ep import elastic_execute  # noqa: F401
+    from vllm.logger import configure_logging_if_needed
     from vllm.model_executor.layers.fused_moe.experts import cpu_moe  # noqa: F401
+    from vllm.model_executor.layers.quantization.online import base  # noqa: F401
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backends import cpu_attn  # noqa: F401
+    from vllm.v1.core.sched import scheduler  # noqa: F401
     from vllm.v1.worker import cpu_worker  # noqa: F401, a worker's part of it
 
-    gc.freeze()  # else a collection in a rank would write to all of it, and so copy it
+    # What each vLLM does at its start and takes a rank half a second.
+    configure_logging_if_needed(EngineArgs().create_logging_config())
+    current_platform.register_triton_kernel_overrides()
+    current_platform.register_triton_kernel_overrides = lambda: None
+
+    # A collection in a rank would write to all of it, and so copy it. At its end vLLM unfreezes, then collects.
+    gc.freeze()
+    gc.unfreeze = lambda: None
     for line in sys.stdin:
         print(run_job(**json.loads(line)), flush=True)
 

@@ -108,6 +108,19 @@ def test_the_answers_of_a_step_run_together_where_vllm_would_part_them(batch, tp
     assert vllm_process.most_sequences(batch, tp).get("max_num_seqs") == wanted
 
 
+HEAD = 2 * 2 * 32  # numbers of a token in two layers, its key and its value, in one head
+
+
+@pytest.mark.parametrize(
+    "dtype, tp, longest, most, size",
+    [("float32", 1, 8, None, 256 * 2 * 128 * 2 * HEAD * 4), ("bfloat16", 2, 128, None, 512 * 3 * 128 * HEAD * 2),
+     ("float32", 4, 8, 300, 300 * 2 * 128 * HEAD * 4), ("float32", 1, 100_000, None, 2**30)],
+)  # fmt: skip
+def test_a_cpu_has_a_kv_cache_for_all_sequences(tiny, dtype, tp, longest, most, size):
+    """Of two key-value heads each rank has one with tp 2, and with tp 4 too. A block has 128 tokens."""
+    assert vllm_process.cache_bytes(str(tiny / "model"), dtype, tp, longest, most) == size
+
+
 @pytest.mark.parametrize("batch, size", [(12, 16), (300, 304), (9999, 512)])
 def test_the_fullest_batch_of_a_step_has_a_cuda_graph(batch, size):
     """vLLM captures multiples of 8, and above 256 of 16, and cuts off what is above the last of them."""

@@ -44,7 +44,8 @@ VLLM_MEMORY = {
     "when warming up": f"{FEWER}; {LESS}; rollout.tp up",
     "out of memory at": f"{LESS}; parallel.tp up; parallel.pp up",  # its allocator, at wake
     # on a CPU
-    "on kv cache allocation is less than": "VLLM_CPU_KVCACHE_SPACE down; rollout.tp up; fewer ranks on a machine",
+    "on kv cache allocation is less than": "rollout.vllm.kv_cache_memory_bytes down; rollout.tp up; "
+    "fewer ranks on a machine",
 }
 
 LOST_WORDS = ("onnection", "remote process exited", "network error")  # of gloo and NCCL, which have no class for it
