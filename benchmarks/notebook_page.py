@@ -77,6 +77,12 @@ def tables(results: pandas.DataFrame, sections: Sections, wanted: Sections, seed
     return text
 
 
+def mean_curve(curves: list[np.ndarray]) -> np.ndarray:
+    """The mean of the seeds' curves; those with fewer points, as dynamic sampling makes them, are stretched."""
+    points = np.linspace(0, 1, max(map(len, curves)))
+    return np.mean([np.interp(points, np.linspace(0, 1, len(curve)), curve) for curve in curves], axis=0)
+
+
 COLOURS = ("#222", "#0b6bcb", "#d1570a", "#0f8a5f", "#b3307f", "#8a6d00", "#5b4fc4", "#c22f2f", "#4a6a7a", "#6aa51a")
 
 
@@ -91,7 +97,7 @@ def picture(results: pandas.DataFrame, sections: Sections, tasks: list[str]) -> 
             parts.append(f'<path d="M{x},{y + 160 - 140 * value:g}h280" stroke="#ccc"/>')
             parts.append(f'<text x="{x + 284}" y="{y + 164 - 140 * value:g}">{value:g}</text>')
         for place, (name, rows) in enumerate(variants.items()):
-            curve = np.mean([[float(value) for value in curve.split()] for curve in rows.curve], axis=0)
+            curve = mean_curve([np.array(curve.split(), float) for curve in rows.curve])
             across = np.linspace(x, x + 280, len(curve))
             points = " ".join(f"{a:.1f},{y + 160 - 140 * b:.1f}" for a, b in zip(across, curve, strict=True))
             colour = COLOURS[place % len(COLOURS)]

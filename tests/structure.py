@@ -23,16 +23,16 @@ LONG, WITHOUT_PARAGRAPH, TOKENS_A_LINE = 15, 0.2, 9.5
 BUDGET = {
     "top": 16836,
     "grpo/step": 12717,
-    "grpo/parts": 44669,
+    "grpo/parts": 44672,
     "grpo/run": 26912,
     "rewards": 6486,
     "examples": 393,
     "oracle": 29070,
     "tools": 7491,
-    "benchmarks": 11790,
-    "tests": 120755,
+    "benchmarks": 11857,
+    "tests": 120810,
     "recipes": 7354,
-    "docs": 43838,
+    "docs": 44197,
 }
 
 FOLDERS = ("grpo/step", "grpo/parts", "grpo/run", "rewards", "examples", "oracle", "tools", "benchmarks", "tests")

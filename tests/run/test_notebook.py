@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pandas
 import pytest
 
@@ -50,6 +51,11 @@ def test_the_table_by_hand():
     ]
     assert "8 of 12 cells were run.\n\n- None of 3 seeds: rank\n- 2 of 3 seeds: rloo\n\n" in text
     assert notebook_page.picture(found, sections, ["demo"]).count("<polyline") == 6
+
+
+def test_the_curve_of_a_seed_with_fewer_steps_is_stretched():
+    curves = [np.array([0.0, 1.0]), np.array([0.0, 0.0, 1.0])]
+    assert notebook_page.mean_curve(curves).tolist() == [0.0, 0.25, 1.0]
 
 
 def test_a_cell_counts_its_steps_until_its_answers_are_used_up(tmp_path):

@@ -24,7 +24,8 @@ def prepare(path, dtype):
         return {}
     register_language_models()
     if not torch.cuda.device_count() and not has_kernels(hf, dtype):
-        tell("note: linear attention is plain torch in vLLM, slow: its kernels for CPUs need bf16, AVX-512 BF16 or AMX")
+        needs = "bf16, heads of 128 numbers, and AVX-512 BF16 or AMX"
+        tell(f"note: vLLM computes linear attention in plain torch, which is slower: its kernels for CPUs need {needs}")
         use_plain_torch()
     return {"enable_prefix_caching": False}
 
