@@ -18,8 +18,8 @@ from config import ModelConfig, RankError, RolloutConfig
 from grpo.parts.engine import cpu_engine, lean, linear_attention, private
 from grpo.parts.engine.push_check import PushCheck
 from grpo.parts.engine.vllm_process import (
-    cache_bytes,
     capture_size,
+    cpu_cache,
     keeps_weights,
     let_segments_grow,
     most_sequences,
@@ -95,14 +95,14 @@ class Engine:
             use_tqdm_on_load=False,
             enable_return_routed_experts=return_routes and on_gpu,
         )
-        batch = math.ceil(rollout.prompts_per_step * tp / int(os.environ["WORLD_SIZE"])) * rollout.group_size
-        settings |= most_sequences(batch, tp) | linear_attention.prepare(path, model.dtype)
+        engines = int(os.environ["WORLD_SIZE"]) // tp
+        batch = math.ceil(rollout.prompts_per_step / engines) * rollout.group_size
+        settings |= most_sequences(batch, tp)
+        settings |= cpu_cache(**settings | rollout.vllm) | linear_attention.prepare(path, model.dtype)
         self.returns_nuclei = rollout.is_cut and hasattr(vllm.EngineArgs, "return_sampling_mask")
         if on_gpu:  # CUDA graphs up to the largest batch of a step
             settings["compilation_config"] = {"max_cudagraph_capture_size": capture_size(batch)}
             settings |= {"return_sampling_mask": True} if self.returns_nuclei else {}
-        else:
-            settings["kv_cache_memory_bytes"] = cache_bytes(**settings)
         if model.fp32_head:
             settings["hf_overrides"] = {"head_dtype": "float32"}
         self.llm = vllm.LLM(**settings | rollout.vllm)

@@ -21,18 +21,18 @@ LONG, WITHOUT_PARAGRAPH, TOKENS_A_LINE = 15, 0.2, 9.5
 # lines that they add; of "docs" the words. These numbers only fall: a commit that deletes lowers them to what is left,
 # and one that adds says in its message what left for it.
 BUDGET = {
-    "top": 16836,
+    "top": 16838,
     "grpo/step": 12717,
-    "grpo/parts": 44672,
+    "grpo/parts": 44680,
     "grpo/run": 26912,
     "rewards": 6486,
     "examples": 393,
     "oracle": 29070,
     "tools": 7491,
     "benchmarks": 11857,
-    "tests": 120810,
+    "tests": 120798,
     "recipes": 7354,
-    "docs": 44197,
+    "docs": 44202,
 }
 
 FOLDERS = ("grpo/step", "grpo/parts", "grpo/run", "rewards", "examples", "oracle", "tools", "benchmarks", "tests")

@@ -118,7 +118,8 @@ HEAD = 2 * 2 * 32  # numbers of a token in two layers, its key and its value, in
 )  # fmt: skip
 def test_a_cpu_has_a_kv_cache_for_all_sequences(tiny, dtype, tp, longest, most, size):
     """Of two key-value heads each rank has one with tp 2, and with tp 4 too. A block has 128 tokens."""
-    assert vllm_process.cache_bytes(str(tiny / "model"), dtype, tp, longest, most) == size
+    found = vllm_process.cpu_cache(str(tiny / "model"), dtype, tp, longest, most)
+    assert found == {"kv_cache_memory_bytes": size}
 
 
 @pytest.mark.parametrize("batch, size", [(12, 16), (300, 304), (9999, 512)])

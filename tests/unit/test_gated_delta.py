@@ -69,13 +69,12 @@ def test_a_sequence_gives_the_same_bits_in_any_row():
 def test_vllm_in_plain_torch_passes_the_state_from_prompt_to_answer():
     """Three prompts at once, then a token of each, with 2 key heads and 4 value heads. Slots have another order."""
     torch.manual_seed(0)
-    lengths, slots = [5, 1, 3], torch.tensor([2, 0, 3])
-    q, k, v = (torch.randn(1, sum(lengths) + 3, heads, width) for heads, width in ((2, 16), (2, 16), (4, 24)))
-    a, b = torch.randn(2, sum(lengths) + 3, 4)
+    q, k, v = (torch.randn(1, 12, heads, width) for heads, width in ((2, 16), (2, 16), (4, 24)))
+    a, b = torch.randn(2, 12, 4)
     A_log, dt_bias = torch.randn(2, 4)
     g, beta = in_vllm.gates(A_log, a, b, dt_bias)
 
-    states = torch.zeros(4, 4, 16, 24)
+    states, slots = torch.zeros(4, 4, 16, 24), torch.tensor([2, 0, 3])
     ends = torch.tensor([0, 5, 6, 9])
     prompts, _ = in_vllm.prefill(q[:, :9], k[:, :9], v[:, :9], g[:9], beta[:9], states, ends, slots)
     answers = in_vllm.decode(A_log, dt_bias, q[:, 9:], k[:, 9:], v[:, 9:], a[9:], b[9:], states, slots)

@@ -17,17 +17,21 @@ from grpo.parts.base.ranks import tell
 def prepare(path, dtype):
     """Prepare vLLM, before it starts, for a Qwen3.5 in the folder `path`, in this model.dtype. Others need nothing.
 
-    Returns options of the engine: with prefix caching vLLM wants chunked prefill.
+    Returns options of the engine.
     """
     hf = read_config(path)
     if not hf.model_type.startswith("qwen3_5"):
         return {}
     register_language_models()
-    if not torch.cuda.device_count() and not has_kernels(hf, dtype):
+    options = {"enable_prefix_caching": False}  # with it vLLM wants chunked prefill
+    if torch.cuda.device_count():
+        return options
+
+    if not has_kernels(hf, dtype):
         needs = "bf16, heads of 128 numbers, and AVX-512 BF16 or AMX"
         tell(f"note: vLLM computes linear attention in plain torch, which is slower: its kernels for CPUs need {needs}")
         use_plain_torch()
-    return {"enable_prefix_caching": False}
+    return options | {"kv_cache_memory_bytes": 2**30}  # the cache has the states too
 
 
 def register_language_models():

@@ -57,20 +57,20 @@ def most_sequences(batch, tp):
     return {"max_num_seqs": wanted} if wanted > defaults[UsageContext.LLM_CLASS] else {}
 
 
-def cache_bytes(model, dtype, tensor_parallel_size, max_model_len, max_num_seqs=None, **unused):
-    """Bytes of vLLM's KV cache on a CPU, by its options: for all sequences at once, at most 1 GiB.
+def cpu_cache(model, dtype, tensor_parallel_size, max_model_len, max_num_seqs=None, **unused):
+    """vLLM's option for its KV cache on a CPU, by its other options: room for all sequences at once, at most 1 GiB.
 
     Every rank fills it with zeros at its start, which takes a third of a second a GiB.
     """
+    if torch.cuda.device_count():
+        return {}
     hf = read_config(model)
-    if "linear_attention" in (getattr(hf, "layer_types", None) or []):  # it keeps states there too
-        return 2**30
     width = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
     heads = max(hf.num_key_value_heads // tensor_parallel_size, 1)
     token = 2 * hf.num_hidden_layers * heads * width * (4 if dtype == "float32" else 2)
     sequences = max_num_seqs or 256 * tensor_parallel_size  # vLLM's default
     block = 128  # tokens; the last one of a sequence is seldom full
-    return min(sequences * (max_model_len // block + 2) * block * token, 2**30)
+    return {"kv_cache_memory_bytes": min(sequences * (max_model_len // block + 2) * block * token, 2**30)}
 
 
 def let_segments_grow():
