@@ -63,11 +63,11 @@ def read_sections() -> dict[str, dict[str, str]]:
 
 def keys_of(words: str, task: str = "demo") -> dict[str, str]:
     """{key: value} of overrides, as the task takes them."""
-    pairs = dict(word.split("=", 1) for word in words.split() if "=" in word)
-    if task == "demo":
-        return pairs
-    pairs = {key: value for key, value in pairs.items() if key not in SETTINGS["demo_only"]}
-    return pairs | {key: value for key, value in SETTINGS["elsewhere"].items() if key in pairs}
+    words = [word for word in words.split() if "=" in word]
+    if task != "demo":
+        words = [SETTINGS["elsewhere"].get(word, word) for word in words]
+        words = [word for word in words if word.split("=")[0] not in SETTINGS["demo_only"]]
+    return dict(word.split("=", 1) for word in words)
 
 
 def recipe_of(variant: str) -> str | None:
