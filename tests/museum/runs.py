@@ -225,12 +225,11 @@ def write_page(outcomes: dict[str, Outcome], controls: dict[str, Outcome]):
     An exhibit that was not run, since it needs equal bits, has what its record says.
     """
     outcomes = {name: outcomes.get(name) or Outcome(e.seen, 0, e.message) for name, e in EXHIBITS.items()}
-    alike = {}  # exhibits whose messages begin alike are one list
+    alike = {}  # exhibits that are noticed in one place are one list
     for name, outcome in outcomes.items():
-        begin = outcome.message if outcome.seen == "test" else re.sub(r"\d+", "n", outcome.message)[:25]
-        alike.setdefault((outcome.seen, outcome.step, begin), []).append((EXHIBITS[name], outcome))
+        alike.setdefault(place(outcome), []).append(EXHIBITS[name])
     head = PAGE.read_text().partition(TABLE)[0]
-    return f"{head}{score(outcomes, controls)}\n" + "".join(paragraph(group) for group in alike.values())
+    return f"{head}{score(outcomes, controls)}\n" + "".join(paragraph(*group) for group in alike.items())
 
 
 def score(outcomes: dict[str, Outcome], controls: dict[str, Outcome]):
@@ -246,21 +245,24 @@ def score(outcomes: dict[str, Outcome], controls: dict[str, Outcome]):
     other = sum(outcome.seen != healthy(setting) for setting, outcome in controls.items())
     return "\n".join(rows) + (
         f"\n\nThe run notices {starts} before the first step, {steps.count(1)} in step 1, "
-        f"{sum(step > 1 for step in steps)} later, {steps.count(0)} with equal bits alone. Of {len(controls)} runs "
+        f"{sum(step > 1 for step in steps)} later, {steps.count(0)} only with equal bits. Of {len(controls)} runs "
         f"without a bug, {other} were stopped or did not agree."
     )
 
 
-def paragraph(alike: list[tuple[Exhibit, Outcome]]):
-    """The list of some exhibits, below the message of the first."""
-    _, outcome = alike[0]
-    step = f"in step {outcome.step}" if outcome.step else "with equal bits alone"
-    by = {"run": f"the run {step}", "start": "the start", "check": "`make check`", "test": "a test"}
-    message = outcome.message
-    if len(message) > 160:
-        message = message[:157] + "..."
-    shown = f": `{message}`" if message else "."
-    lines = ["", f"Noticed by {by.get(outcome.seen, 'nothing')}{shown}", ""]
-    for exhibit, _ in alike:
+def place(outcome: Outcome):
+    """Who noticed a failure: the run and its step, the item of `make check`, or the test."""
+    if outcome.seen == "run":
+        return f"the run in step {outcome.step}" if outcome.step else "the run, only with equal bits"
+    if outcome.seen == "check":
+        twin, item = re.match(r"(?:step \d+, |(twin) in \w+: PARTS: )?(its run|[\w-]+)", outcome.message).groups()
+        return f"`make check` of the twin: {item}" if twin else f"`make check`: {item}"
+    return {"start": "the start", "test": f"a test: `{outcome.message}`"}.get(outcome.seen, "nothing")
+
+
+def paragraph(where, exhibits: list[Exhibit]):
+    """The list of the exhibits that are noticed in one place."""
+    lines = ["", f"Noticed by {where}", ""]
+    for exhibit in exhibits:
         lines.append(f"- {exhibit.what} ({exhibit.where})" if exhibit.where else f"- {exhibit.what}")
     return "\n".join(lines) + "\n"
