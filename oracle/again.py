@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from oracle.algorithm import scheduled
+from oracle.algorithm import at_step
 from oracle.answers import requests_of
 from oracle.metrics import by
 
@@ -70,7 +70,7 @@ def asked_of(state, step):
     """The requests of some answers that the weights after a step gave: of the next step, and of an evaluation."""
     cfg = state.cfg
     limit = cfg.rollout.max_new_tokens
-    training = cfg.rollout.model_copy(update={"temperature": scheduled(cfg, step + 1)["rollout.temperature"]})
+    training = at_step(cfg, step + 1).rollout
     found = []
     for number, row in some_of(state.run.rollouts(step + 1)):
         found += again(row, number, requests_of(state, row, number, training, limit), step + 1)
@@ -141,8 +141,8 @@ def difference(requests, answers, dtype):
     # The chance that as many are turned, by Poisson.
     least, most = ROUNDING[dtype]
     gap = min(max(sum(gaps) / max(len(gaps), 1), least), most)
-    expected = torch.tensor(gap * (len(gaps) + len(turned)), dtype=torch.float64)
-    chance = torch.special.gammainc(torch.tensor(float(len(turned)), dtype=torch.float64), expected)
+    expected = gap * (len(gaps) + len(turned))
+    chance = torch.special.gammainc(*torch.tensor([len(turned), expected], dtype=torch.float64))
     request, place, ids = turned[0]
     problem = (
         f"{len(turned)} of {len(requests)} answers are others if vLLM is asked again, rounding makes "

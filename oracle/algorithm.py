@@ -8,6 +8,7 @@ import math
 
 import numpy as np
 
+from grpo.parts.base.read_config import override
 from oracle import formulas
 
 # ---------------------------------------------------------------- prompts and seeds
@@ -71,6 +72,11 @@ def scheduled(cfg, step):
     return values
 
 
+def at_step(cfg, step):
+    """The configuration that a step uses, if it keeps to the schedules."""
+    return override(cfg, scheduled(cfg, step))
+
+
 def mixed_groups(answers):
     """{group: whether its rewards differ, before the penalty on length}."""
     rewards = {}
@@ -123,7 +129,7 @@ ADVANTAGES = ("grpo", "dr_grpo", "rloo", "grpo_loo", "grpo_batch", "max_rl", "re
 
 
 def advantages_of(answers, algo, kl_coef=0.0):
-    """The advantage of each of the answers (trainer.Scored), whose rewards lose kl_coef times their KL."""
+    """The advantage of each of the answers (trainer.Answer), whose rewards lose kl_coef times their KL."""
     groups = np.array([a.row["group"] for a in answers])
     rewards = np.array([a.row["reward"] for a in answers])
     if algo.advantage == "gdpo":
@@ -131,7 +137,11 @@ def advantages_of(answers, algo, kl_coef=0.0):
         for group in set(groups):
             members = [a for a in answers if a.row["group"] == group]
             weights = {name: weight for a in members for name, weight in a.part_weights.items()}
-            rewards[groups == group] = formulas.normalized_parts([a.row["reward_parts"] for a in members], weights)
+            parts = [a.row["reward_parts"] for a in members]
+            failed = [a.row["graded"] != "ok" for a in members]  # 0 in every part
+            names = dict.fromkeys(set().union(*parts), 0.0)
+            parts = [names | part if fail else part for part, fail in zip(parts, failed, strict=True)]
+            rewards[groups == group] = formulas.normalized_parts(parts, weights)
     if kl_coef:
         rewards = rewards - kl_coef * np.array([formulas.kl(a.old, a.ref, algo.kl).double().sum() for a in answers])
 

@@ -11,9 +11,9 @@ import torch
 from oracle import formulas
 from oracle.algorithm import rounds_of, seed_of
 from oracle.metrics import judge_evaluated
-from oracle.nuclei import find
+from oracle.nuclei import fill_nuclei
 from oracle.sampling import Bets
-from oracle.trainer import scored
+from oracle.trainer import answer_of
 
 # ---------------------------------------------------------------- order
 
@@ -23,7 +23,7 @@ def judge_order(state, rows):
     groups = {row["group"]: row for row in rows}
     state.taken += len(groups)
     if not any(len(each) for each in state.sets):
-        state.report.note("order", "there are no data")
+        state.report.note("order", state.late or "there are no data")
         return {}
 
     prompts = {}
@@ -159,13 +159,13 @@ def turns_of(row):
     return [row["response_ids"][end - length : end] for end, length in zip(ends, row["turns"], strict=True)]
 
 
-def judge_odds(state, answers):
-    """Whether a step's answers look drawn from our probabilities, those of replaced groups too."""
+def judge_odds(state, answers, bets):
+    """Whether answers look drawn from our probabilities; in a step those of replaced groups too."""
     others = [a for a in answers if a.seen is None]
-    find(state, others, state.cfg.rollout, state.cfg.rollout.temperature)
-    state.trainer.score(others, "before", state.cfg.rollout.temperature)
-    state.bets.add(answers, state.ends)
-    state.report.say("sampling", state.bets.won(), sum(len(a.sampled) for a in answers))
+    fill_nuclei(state, others)
+    state.trainer.score(others, "before")
+    bets.add(answers, state.ends)
+    state.report.say("sampling", bets.won(), sum(len(a.sampled) for a in answers))
 
 
 # ---------------------------------------------------------------- rewards and groups
@@ -267,12 +267,7 @@ def judge_evaluation(state, rows):
     if state.doubt:
         report.note("log-probs", f"of an evaluation after an update with another {state.doubt}")
     elif options.temperature and not state.unknown:
-        answers = [scored(row, state.cfg) for row in rows]
-        find(state, answers, options, options.temperature)
-        state.trainer.score(answers, "before", options.temperature)
+        answers = [answer_of(row, state.cfg, options) for row in rows]
+        judge_odds(state, answers, Bets())  # evaluations have the same random numbers, which are no neighbours
         theirs = torch.cat([a.rollout for a in answers])
-        ours = torch.cat([a.before for a in answers])
-        report.check("log-probs", "token: rollout_logp", theirs, ours)
-        bets = Bets()  # evaluations have the same random numbers, which are no neighbours
-        bets.add(answers, state.ends)
-        report.say("sampling", bets.won(), len(ours))
+        report.check("log-probs", "token: rollout_logp", theirs, torch.cat([a.before for a in answers]))

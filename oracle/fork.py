@@ -15,23 +15,14 @@ from rollout import Trace
 FIELDS = ("group", "prompt_ids", "response_ids", "rollout_logp", "finished", "text", "source")
 
 
-def sample_of(a):
-    """The Sample of an answer."""
-    return Sample(**{name: a.row[name] for name in FIELDS}, trace=Trace(turns=a.row["turns"]))
-
-
-def positions_of(a):
-    """The positions, in an answer's row, that predict the tokens that the model sampled."""
-    return torch.tensor(a.sampled) + len(a.row["prompt_ids"]) - 1
-
-
 def own_loss(algo):
     """The loss, for Trainer.gradient, as grpo_loss computes it."""
 
-    def loss(a, weight, logp, entropy, divergences):
-        batch = train_grpo.flatten([sample_of(a)], algo.mask_truncated)
+    def loss(a, logp, entropy, divergences):
+        sample = Sample(**{name: a.row[name] for name in FIELDS}, trace=Trace(turns=a.row["turns"]))
+        batch = train_grpo.flatten([sample], algo.mask_truncated)
         size = len(batch.tokens)
-        places = positions_of(a)
+        places = torch.tensor(a.sampled) + len(a.row["prompt_ids"]) - 1  # that predict what the model sampled
 
         def spread(values):
             return None if values is None else torch.zeros(size).index_put((places,), values.float())
@@ -39,13 +30,13 @@ def own_loss(algo):
         batch = replace(
             batch,
             advantages=spread(a.token_advantages),
-            weights=spread(weight),
+            weights=spread(a.weights),
             old_logp=spread(a.old),
             ref_logp=spread(a.ref),
         )
         row = pack(batch, [0], size, "cpu")
         row = replace(row, **{name: spread(values)[None] for name, values in divergences.items()})
         found, _, report = train_grpo.grpo_loss(row, spread(logp), spread(entropy), algo)
-        return found.double(), {name: report[name] for name in ("policy", "clipped", "outside")}
+        return found.double(), {name: report[name] for name in ("policy", "clipped")}
 
     return loss

@@ -2,6 +2,7 @@
 
 import inspect
 import json
+from pathlib import Path
 
 import reward
 from grpo.parts.base import user_code
@@ -71,7 +72,7 @@ class Grader:
 def function_of(name, cfg):
     """The reward of a name, with its options. ValueError where it cannot run here."""
     place = cfg.functions.get(name, cfg.custom if name == "custom" else name)
-    if place.startswith(ELSEWHERE):
+    if "/".join(Path(place.rpartition(":")[0]).parts[-2:]) in ELSEWHERE:
         raise ValueError(f"{place} needs more than this machine may have")
     function = reward.REWARDS.get(place) or user_code.load_function(f"reward {name}", place)
 
@@ -84,7 +85,7 @@ def function_of(name, cfg):
     takes_ids = "response_ids" in inspect.signature(call).parameters
 
     def grade(text, answer, row, ids):
-        texts = [answer if isinstance(answer, str) else json.dumps(answer)]
+        texts = [answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False, default=str)]
         if isinstance(answer, list) and function in reward.COMPARING:  # any of them is right
             texts = [str(one) for one in answer]
         more = {"response_ids": ids} if takes_ids else {}

@@ -7,6 +7,7 @@ from statistics import fmean, pstdev
 import numpy as np
 
 from oracle.algorithm import rounds_of
+from oracle.updates import OUTCOMES
 
 
 def judge_metrics(state, rows, trained):
@@ -128,10 +129,8 @@ def of_updates(updates, cfg):
     """What metrics.jsonl says of the updates in rollouts/updates_*.jsonl; {} where there are none."""
     if not updates:
         return {}
-    applied = sum(update["applied"] for update in updates)
     first = updates[0]
-    own = {"loss/total": first["loss"], "loss/policy": first["policy"]}
-    own |= {"update/applied": applied, "update/skipped": len(updates) - applied}
+    own = {metric: first[name] for name, (metric, *_) in OUTCOMES.items() if name in first}
 
     # Means over the tokens of several updates.
     compared = updates[: cfg.train.updates_per_step if cfg.algo.old_logp == "trainer" else 1]

@@ -43,7 +43,7 @@ class Model:
                     part.register_forward_hook(partial(round_output, HALF[dtype]))
 
     def batches(self, prompts, responses):
-        """Numbers of the answers that `answers_logp` takes at once: as many as memory holds, of like length."""
+        """Numbers of the answers that go through the model at once: as many as memory holds, of like length."""
         lengths = [len(prompt) + len(response) for prompt, response in zip(prompts, responses, strict=True)]
         left = sorted(range(len(lengths)), key=lengths.__getitem__)
         while left:
@@ -51,30 +51,20 @@ class Model:
             yield left[-size:]
             del left[-size:]
 
-    def answers_logp(self, weights, prompts, responses, temperature, nuclei=(), routes=None, look=None, compare=None):
-        """Log-prob and entropy at each response token, [response] each, of the answers of a batch, what `look` sees
-        there, [values, response]: a function of all log-probs and the tokens, and what `compare` does, which is given
-        all log-probs with their gradient.
+    def answers_logp(self, weights, prompts, responses, temperature):
+        """The log-prob of each response token, [response], of each answer of a batch."""
+        found = self.vocabulary_logp(weights, prompts, responses, temperature)
+        return [token_logp(logps, ids) for logps, ids in zip(found, responses, strict=True)]
+
+    def vocabulary_logp(self, weights, prompts, responses, temperature, nuclei=(), routes=None, rows=None):
+        """The log-probs of all tokens, or the first `rows`, where the response tokens of a batch are drawn, [response,
+        vocabulary] of each answer.
 
         These are over the `nuclei`, if given, of each token. `routes` is explained in `routed`.
         """
-        logps = self.vocabulary_logp(weights, prompts, responses, temperature, nuclei, routes)
-        entropies = -(logps.exp() * logps).sum(-1)
-        targets = torch.tensor([token for response in responses for token in response], device=logps.device)
-        chosen = logps.gather(-1, targets[:, None])[:, 0]
-        sizes = [len(response) for response in responses]
-        nothing = logps.new_empty(0, len(targets))
-        seen = nothing if look is None else look(logps.detach(), targets)
-        apart = nothing if compare is None else compare(logps)
-        values = chosen.split(sizes), entropies.split(sizes), seen.split(sizes, dim=1), apart.split(sizes, dim=1)
-        return list(zip(*values, strict=True))
-
-    def vocabulary_logp(self, weights, prompts, responses, temperature, nuclei=(), routes=None, rows=None):
-        """The log-probs of all tokens, or the first `rows`, where the response tokens of a batch are drawn, [all
-        tokens, vocabulary].
-        """
         logits = self.logits(weights, prompts, responses, temperature, routes)[:, :rows]
-        return (cut(logits, nuclei) if nuclei else logits).log_softmax(-1)
+        logps = (cut(logits, nuclei) if nuclei else logits).log_softmax(-1)
+        return logps.split([len(response) for response in responses])
 
     def logits(self, weights, prompts, responses, temperature, routes=None):
         """The logits from which the response tokens of a batch are drawn, [all tokens, vocabulary]."""
@@ -91,6 +81,11 @@ class Model:
             hidden = torch.func.functional_call(self.module.model, own, args=(), kwargs=inputs).last_hidden_state
         states = [hidden[n, len(prompt) - 1 : len(rows[n]) - 1] for n, prompt in enumerate(prompts)]
         return torch.cat(states) @ head.T / temperature
+
+
+def token_logp(logps, ids):
+    """The log-probs of tokens, [tokens], among those of the whole vocabulary, [tokens, vocabulary]."""
+    return logps.gather(-1, torch.tensor(ids, device=logps.device)[:, None])[:, 0]
 
 
 @contextlib.contextmanager
@@ -187,7 +182,7 @@ def end_tokens(folder, tokenizer):
     """The tokens that end an answer."""
     read = transformers.GenerationConfig if Path(folder, "generation_config.json").exists() else transformers.AutoConfig
     ends = read.from_pretrained(folder).eos_token_id
-    return {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])}
+    return {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
 
 
 # ---------------------------------------------------------------- LoRA

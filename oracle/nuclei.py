@@ -1,5 +1,6 @@
 """The ids from which vLLM draws a token with rollout.top_p or top_k, its nucleus: recorded, or made from our logits."""
 
+import itertools
 import math
 
 import torch
@@ -37,13 +38,12 @@ def cut(logits, nuclei):
     return torch.where(kept, logits, LOW)
 
 
-def bounds_of(logits, sampling, slack=0.0):
+def bounds_of(logp, sampling, slack=0.0):
     """What must be in the nucleus of each token, and what may be, [tokens, vocabulary] each, if log-probs may be off by
-    `slack`; they are equal without.
+    `slack`; they are equal without. `logp` is [tokens, vocabulary] too.
 
     vLLM keeps the top_k likeliest ids; of these, each before which the likelier ones have less than top_p together.
     """
-    logp = logits.log_softmax(-1)
     order = logp.sort(-1, descending=True).values
     # Of each id, how many are likelier: for sure, and at most.
     likelier = torch.searchsorted(-order, -(logp + slack))
@@ -59,33 +59,31 @@ def bounds_of(logits, sampling, slack=0.0):
     return must, may
 
 
-def find(state, answers, sampling, temperature):
-    """Give the answers (trainer.Scored) the nuclei that are not recorded, from our logits, where `sampling` cuts.
+def fill_nuclei(state, answers):
+    """Give the answers (trainer.Answer) the nuclei that are not recorded, from our logits, where their sampling cuts.
 
     Returns (what is wrong with recorded ones or "", their sizes, those of ours), or None without recorded ones.
     """
-    if sampling.top_p == 1 and sampling.top_k <= 0:
-        return None
+    answers = [a for a in answers if a.sampling.top_p < 1 or a.sampling.top_k > 0]
     slack = state.report.bounds["token: rollout_logp"][0]
     problem = ""
     theirs, ours = [], []
-    for n, logits in state.trainer.logits(answers, temperature):
-        a = answers[n]
-        drawn = logits[a.sampled].cpu()
-        tokens = [a.row["response_ids"][place] for place in a.sampled]
-        own, _ = bounds_of(drawn, sampling)
+    passes = state.trainer.passes(answers, state.trainer.current, replays=True, is_cut=False)
+    for a, logps in itertools.chain.from_iterable(passes):
+        drawn = logps.cpu()
+        own, _ = bounds_of(drawn, a.sampling)
         if a.nuclei is None:
-            ids = [{*row.nonzero()[:, 0].tolist(), token} for row, token in zip(own, tokens, strict=True)]
+            ids = [{*row.nonzero()[:, 0].tolist(), token} for row, token in zip(own, a.tokens, strict=True)]
             a.nuclei = spread([[*each] for each in ids], a.row, a.sampled)
             continue
 
         recorded = [a.nuclei[place] for place in a.sampled]
         if WHOLE in recorded:
-            problem = problem or f"group {a.row['group']}: {recorded.index(WHOLE)} nuclei of {len(tokens)} tokens"
+            problem = problem or f"group {a.row['group']}: {recorded.index(WHOLE)} nuclei of {len(recorded)} tokens"
             continue
         theirs += [len(nucleus) for nucleus in recorded]
         ours += own.sum(-1).tolist()
-        for given in zip(recorded, tokens, *bounds_of(drawn, sampling, slack), strict=True):
+        for given in zip(recorded, a.tokens, *bounds_of(drawn, a.sampling, slack), strict=True):
             problem = problem or difference(*given)
     return (problem, theirs, ours) if theirs or problem else None
 

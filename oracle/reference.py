@@ -16,13 +16,12 @@ def follow_reference(state, answers, first):
     trainer = state.trainer
     if state.doubt or not (cfg.algo.moving_reference and first):
         return
-    temperature = cfg.rollout.temperature
-    trainer.score(answers, "before", temperature)
+    trainer.score(answers, "before")
 
     problem = misfit(state, first)
     if not problem:
         return
-    trainer.score(answers, "ref", temperature)
+    trainer.score(answers, "ref")
     if misfit(state, first):
         state.report.say("reference", f"kl/ref: {problem}")
         return state.lose("the reference is neither the one before nor the present weights", OF_UPDATE)

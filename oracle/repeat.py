@@ -3,20 +3,18 @@
 Rows are answers as rollouts/ has them, lines what it has of updates; `state` is what repeats the run.
 """
 
-from collections import Counter
 from collections.abc import Callable
 
 from oracle import again, algorithm, updates
 from oracle.answers import judge_answers, judge_evaluation, judge_groups, judge_odds, judge_order, judge_rewards
 from oracle.exports import judge_checkpoint, judge_exports
-from oracle.folders import judge_folders
 from oracle.metrics import judge_metrics
-from oracle.nuclei import find
+from oracle.nuclei import fill_nuclei
 from oracle.reference import follow_reference
 from oracle.report import Report
 from oracle.run import Recorded
 from oracle.state import OF_UPDATE, State
-from oracle.trainer import scored
+from oracle.trainer import answer_of
 
 
 def repeat(run: Recorded, engine: Callable | None = None):
@@ -57,8 +55,7 @@ def repeat_step(state, step):
 
     # What the step leaves.
     judge_metrics(state, rows, groups)
-    judge_exports(state, step)
-    judge_folders(state, step, rows)
+    judge_exports(state, step, rows)
     judge_checkpoint(state, step)
     judge_evaluation(state, run.rollouts(step, "eval"))
 
@@ -74,11 +71,11 @@ def repeat_updates(state, rows, groups):
             state.report.note(item, "of steps that an earlier version made, which did not record them")
 
     # Answers that were trained and not sampled in this step are numbered after those of it.
-    answers = [scored(row, state.cfg) for row in rows]
+    answers = [answer_of(row, state.cfg) for row in rows]
     chosen, weights = [], []
     for number, line in enumerate(lines):
         gap = [None] * (len(answers) - len(rows))
-        answers += [scored(row, state.cfg) for row in line.get("others", [])]
+        answers += [answer_of(row, state.cfg) for row in line.get("others", [])]
         for name in {"weights", "advantages"} & line.keys():
             line[name][len(rows) : len(rows)] = gap
         ours = planned[number] if number < len(planned) else []
@@ -90,10 +87,8 @@ def repeat_updates(state, rows, groups):
     trained = sorted({n for numbers in chosen for n in numbers})
     whole = sorted({n for numbers in planned for n in numbers})
     if not state.unknown:
-        for numbers in (trained, [n for n in whole if n not in trained]):
-            found = find(state, [answers[n] for n in numbers], state.cfg.rollout, state.cfg.rollout.temperature)
-            state.nuclei = found if numbers is trained else state.nuclei
         used = [answers[n] for n in sorted({*trained, *whole})]
+        state.nuclei = fill_nuclei(state, used)
         state.trainer.prepare(used, len(lines) > 1)
         follow_reference(state, used, [answers[n] for n in chosen[0]] if chosen else [])
     updates.judge_advantages(state, answers, trained, whole)
@@ -102,37 +97,29 @@ def repeat_updates(state, rows, groups):
         state.has_moments = False
         return state.report.note("sampling", f"against no probabilities: {state.unknown}")
 
-    clipped = tokens = 0
     for number, line in enumerate(lines):
         if state.unknown and not state.has_moments:
             return None
-        if number and "values" in line:
-            updates.judge_values(state, line)
-        sums = repeat_update(state, answers, chosen, weights[number], line, len(rows))
-        clipped += sums["clipped"]
-        tokens += sums["tokens"]
-    if lines and not state.unknown:
-        state.report.check("loss", "ratio/clip_frac", state.metrics["ratio/clip_frac"], clipped / tokens)
+        repeat_update(state, answers, chosen, weights[number], line, len(rows))
 
 
 def repeat_update(state, answers, chosen, weights, line, sampled):
-    """One update of a step, of which the first `sampled` answers are. Returns the sums of what it reports; with none of
-    them, or with updates that are not ours, state.unknown says why.
-    """
+    """One update of a step, of which the first `sampled` answers are. If it is not ours, state.unknown says why."""
     number = line["update"] - 1
     taken = [answers[n] for n in chosen[number]]
+    for a, weight in zip(taken, weights, strict=True):
+        a.weights = weight
     updates.judge_token_advantages(state, answers, chosen[number], line)
-    sums = updates.gradient(state, taken, weights, line, state.own)
+    sums = updates.gradient(state, taken, line, state.own)
     if sums is None:
-        state.lose("the loss cannot be computed", OF_UPDATE)
-        return Counter()
+        return state.lose("the loss cannot be computed", OF_UPDATE)
     if number == 0:
         updates.measure_log_probs(state, answers)
         if updates.judge_log_probs(state, answers, chosen, sampled):
-            judge_odds(state, answers[:sampled])
+            judge_odds(state, answers[:sampled], state.bets)
 
     if "grad_norm" in line and not state.unknown:
-        sums = updates.judge_outcome(state, taken, weights, line, sums)
+        sums = updates.judge_outcome(state, taken, line, sums)
     if state.metrics["update/applied"] and not line["applied"] and state.lines is None:
         state.lose("some updates of a step were skipped, it is not recorded which", ("weights",))
     elif not state.has_moments:
@@ -141,4 +128,3 @@ def repeat_update(state, answers, chosen, weights, line, sampled):
         is_ours = not (state.unknown or state.doubt)
         norm = sums["grad_norm"] if is_ours else line.get("grad_norm") or sums["grad_norm"]
         state.trainer.step(norm, state.cfg.train.lr)
-    return sums

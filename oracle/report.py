@@ -19,7 +19,7 @@ UNKNOWN = {  # field of Megatron-core that changes a formula → a quantity that
 }
 SHOWN = 3  # problems of an item, each of another quantity
 EXACT = {  # what goes through no model, in every dtype
-    "reward": (1e-6, 1e-6), "reward/": (1e-9, 1e-9), "overlong": (1e-9, 0.0), "groups/": (1e-9, 0.0),
+    "reward": (1e-6, 1e-6), "overlong": (1e-9, 0.0), "groups/": (1e-9, 0.0),
     "value of ": (0.0, 1e-9), "number of ": (0.0, 0.0), "state: ": (0.0, 0.0), "equal bits: ": (0.0, 0.0),
     "token: weight": (1e-6, 1e-6), "token: answer's advantage": (1e-6, 1e-6),
     "metric: ": (1e-9, 1e-9), "metric: advantage/": (1e-7, 1e-7),  # the run divides these in fp32

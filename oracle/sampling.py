@@ -31,13 +31,14 @@ NONE = torch.zeros(0)  # of an answer that is not there
 
 
 @torch.no_grad()
-def look(logps, targets, ends):
-    """What the bets need to know of each target, [3 + temperatures, targets], given log-probs [targets, vocabulary].
+def look(logps, tokens, ends):
+    """What the bets need to know of each token, [3 + temperatures, tokens], given log-probs [tokens, vocabulary].
 
     The probability of the tokens with lower ids, of likelier ones, and of the `ends`; the logarithm of the sum of all
     probabilities to the power of 1 / each temperature.
     """
     ids = torch.arange(logps.shape[1], device=logps.device)
+    targets = torch.as_tensor(tokens, device=logps.device)
     size = max(1, CHUNK // logps.shape[1])
     found = []
     for logp, target in zip(logps.split(size), targets.split(size), strict=True):
@@ -46,7 +47,7 @@ def look(logps, targets, ends):
         likelier = torch.where(logp > logp.gather(1, target[:, None]), p, 0).sum(1)
         sums = [(logp / factor).logsumexp(1) for factor in TEMPERATURES]
         found.append(torch.stack([lower, likelier, p[:, sorted(ends)].sum(1), *sums]))
-    return torch.cat(found, 1)
+    return torch.cat(found, 1).cpu()
 
 
 class Bets:
@@ -58,7 +59,7 @@ class Bets:
         self.generator = torch.Generator().manual_seed(0)
 
     def add(self, answers, ends):
-        """Bet on the tokens of a step's answers (trainer.Scored, in the order of their groups)."""
+        """Bet on the tokens of a step's answers (trainer.Answer, in the order of their groups)."""
         places = {}
         rare = {}  # group → token ids of its rare answers so far
         before = None  # the group before this one

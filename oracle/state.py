@@ -68,7 +68,7 @@ class State:
         self.theirs = set()  # tensors that move otherwise than ours; each export gives their values
         self.scale = None  # of the loss in the update before, in fp16, and whether that overflowed
         self.rounding = 0.0  # how far it moved a log-prob before the first update, in half precision
-        self.nuclei = None  # of the step's answers, as nuclei.find returns them
+        self.nuclei = None  # of the step's answers, as nuclei.fill_nuclei returns them
         if self.trainer is None:
             self.lose("there is no model", ("log-probs", *OF_UPDATE))
 
@@ -91,9 +91,15 @@ class State:
         """{token ids: prompt} of the data, for groups that have another prompt than ours."""
         return {tuple(prompt.ids): prompt for prompt in itertools.chain(*self.sets)}
 
-    def lose(self, why, items, goes_on=False):
-        """From here on our weights are not the run's, until it exports its own. Ours still moves on if it `goes_on`."""
+    def lose(self, why, items):
+        """From here on our weights are not the run's, until it exports its own, and the optimizer's moments unknown."""
+        self.has_moments = False
         self.unknown = why
-        self.has_moments = self.has_moments and goes_on
         for item in items:
             self.report.note(item, why)
+
+    def part(self, items):
+        """From here on our weights are not the run's, until it exports its own, but go on by their own updates."""
+        moments = self.has_moments
+        self.lose(f"after an update with another {self.doubt}" if self.doubt else "the weights are not ours", items)
+        self.has_moments = moments

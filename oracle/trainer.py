@@ -3,19 +3,20 @@
 import math
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from config import EvalConfig, RolloutConfig
 from grpo.parts.base.hf_folder import local_folder
-from oracle import formulas, nuclei, sampling
-from oracle.models import Model, initial_factors, merge_factors, read_weights, rounded
+from oracle import formulas, nuclei
+from oracle.models import Model, initial_factors, merge_factors, read_weights, rounded, token_logp
+from oracle.sampling import look
 
 
 @dataclass
-class Scored:
+class Answer:
     """An answer that a step trains on, with all that its loss needs; tensors are [tokens that the model sampled].
 
     Those from `before` on are computed later; `ref` and `teacher` are None in a run without them.
@@ -24,6 +25,7 @@ class Scored:
     row: dict  # of rollouts/
     sampled: list[int]  # places in the response of the tokens that the model sampled
     is_trained: bool
+    sampling: RolloutConfig | EvalConfig  # by which it was sampled
     rollout: Tensor  # log-probs by vLLM
     nuclei: list | None  # of each token of the response; with a cut of the sampler
     part_weights: dict  # of each part in its reward
@@ -34,19 +36,28 @@ class Scored:
     teacher: Tensor = None
     advantages: Tensor = None  # its own, at each token
     token_advantages: Tensor = None  # what the loss is given
-    shadow: "Scored | None" = None  # the same by the trainer's shadow
+    weights: Tensor = None  # of its tokens in the update
+    shadow: "Answer | None" = None  # the same by the trainer's shadow
     shift: float = 0.0  # of a shadow: tokens as near to a bound of the loss, in nats, are on its other side
     seen: Tensor = None  # before the first update, [values, tokens]: what oracle/sampling.py looks for
 
+    @property
+    def tokens(self):
+        """Ids of the tokens that the model sampled."""
+        return [self.row["response_ids"][place] for place in self.sampled]
 
-def scored(row, cfg):
-    """An answer of rollouts/, as a step trains on it; turns of model and environment alternate."""
+
+def answer_of(row, cfg, sampling=None):
+    """An answer of rollouts/, as a step trains on it; turns of model and environment alternate. `sampling` is the
+    section eval of an evaluation's answer.
+    """
     is_models = np.arange(len(row["turns"])) % 2 == 0
     places = np.flatnonzero(np.repeat(is_models, row["turns"])).tolist()
     is_trained = row["finished"] or not cfg.algo.mask_truncated
     logps = torch.tensor([math.nan if logp is None else logp for logp in row["rollout_logp"]])
     weights = {part: weight_of(part, row["source"], cfg) for part in row["reward_parts"]}
-    return Scored(row, places, is_trained, logps[places], nuclei.nuclei_of(row, places), weights)
+    given = is_trained, sampling or cfg.rollout, logps[places]
+    return Answer(row, places, *given, nuclei.nuclei_of(row, places), weights)
 
 
 def weight_of(part, source, cfg):
@@ -72,7 +83,8 @@ class Trainer:
         self.ends = set()  # end tokens
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.folder = local_folder(cfg.model.path)
-        self.model = Model(self.folder, self.dtype if is_shadow else "fp32")
+        rounds_to = self.dtype if is_shadow else "fp32"
+        self.model = Model(self.folder, rounds_to)
         self.tied = self.model.config.tie_word_embeddings
 
         # The policy.
@@ -83,7 +95,12 @@ class Trainer:
             self.frozen = self.read(self.folder, self.dtype)
             self.first = {n: w.to(self.device) for n, w in initial_factors(self.frozen, cfg.lora).items()}
             self.main = {name: factor.clone() for name, factor in self.first.items()}
-        self.restart(self.main)
+        self.previous = self.main  # before the last update
+        betas = (cfg.train.adam_beta1, cfg.train.adam_beta2)
+        eps = cfg.megatron.get("adam_eps", 1e-8)
+        self.optimizer = torch.optim.AdamW(
+            self.main.values(), betas=betas, eps=eps, weight_decay=cfg.train.weight_decay
+        )
 
         # The reference, and a teacher that is another model.
         self.reference = dict(self.start()) if cfg.algo.kl_coef else {}
@@ -91,7 +108,7 @@ class Trainer:
         self.teacher_weights = None
         if cfg.algo.teacher not in (None, "self"):
             folder = local_folder(cfg.algo.teacher)
-            self.teacher = Model(folder, self.dtype if is_shadow else "fp32")
+            self.teacher = Model(folder, rounds_to)
             tied = self.teacher.config.tie_word_embeddings
             self.teacher_weights = read_weights(folder, self.dtype, tied, self.device)
 
@@ -104,16 +121,6 @@ class Trainer:
     def start(self):
         """The weights before the first step."""
         return self.frozen or self.read(self.folder, self.dtype)
-
-    def restart(self, weights):
-        """Go on with other weights, and a new optimizer."""
-        self.main = self.previous = weights
-        if self.shadow:
-            self.shadow.restart({name: weight.clone() for name, weight in weights.items()})
-        t = self.cfg.train
-        betas = (t.adam_beta1, t.adam_beta2)
-        eps = self.cfg.megatron.get("adam_eps", 1e-8)
-        self.optimizer = torch.optim.AdamW(self.main.values(), betas=betas, eps=eps, weight_decay=t.weight_decay)
 
     @torch.no_grad()
     def take(self, weights):
@@ -139,16 +146,15 @@ class Trainer:
     def prepare(self, answers, several):
         """Set the log-probs that the step needs and that its first update does not give. `several`: of its updates."""
         algo = self.cfg.algo
-        temperature = self.cfg.rollout.temperature
         for a in answers:
             a.shadow = replace(a, routes=[])  # in half precision vLLM's routers choose otherwise for some tokens
         is_sampled = algo.teacher and algo.teacher_kl == "sampled"
         if several or is_sampled or (algo.kl_coef and algo.kl_in == "reward"):
-            self.score(answers, "before", temperature)
+            self.score(answers, "before")
         if self.reference:
-            self.score(answers, "ref", temperature, self.reference)
+            self.score(answers, "ref", self.reference)
         if is_sampled:
-            self.score(answers, "teacher", temperature, self.teacher_weights, self.teacher, hinted=True)
+            self.score(answers, "teacher", self.teacher_weights, self.teacher, hinted=True)
 
         # With equal bits vLLM's log-probs are the policy's own. Ours then stand for both, within rounding.
         is_rollout = algo.old_logp == "rollout" and not self.cfg.model.match_engine
@@ -157,40 +163,40 @@ class Trainer:
         if self.shadow:
             self.shadow.prepare([a.shadow for a in answers], several)
 
-    def gradient(self, answers, weights, trained, temperature, loss):
+    def gradient(self, answers, trained, loss):
         """The gradient of an update, into `main`; sums over its tokens of what it reports.
 
-        `weights` has a tensor for each answer, and the sum of all losses is divided by `trained`. loss(answer, weight,
-        logp, entropy, divergences) returns the answer's loss and {"policy", "clipped", "outside": sum over the tokens}.
+        The sum of all losses is divided by `trained`. loss(answer, logp, entropy, divergences) returns the answer's
+        loss and {"policy", "clipped": sum over the tokens}.
         """
         leaves = {name: rounded(weight, self.dtype).clone().requires_grad_() for name, weight in self.main.items()}
-        sums = Counter(trained=trained, tokens=sum(len(a.sampled) for a in answers))
+        sums = Counter(trained=trained, tokens=sum(len(a.sampled) for a in answers), updates=1)
 
-        look = self.look if any(a.seen is None for a in answers) else None
-        passes = self.passes(
-            answers, temperature, lambda: self.current(leaves), replays=True, look=look, compare=self.divergences
-        )
-        for batch in passes:
+        for batch in self.passes(answers, lambda: self.current(leaves), replays=True):
             total = torch.zeros(())
-            for n, logp, entropy, seen, apart in batch:
-                a = answers[n]
-                sums["entropy"] += entropy.sum().item()
-                if a.ref is not None:
-                    sums["k3"] += formulas.kl(logp.detach(), a.ref, "k3").sum().item()
+            others = self.other_models(batch)
+            for a, logps in batch:
+                logp = token_logp(logps, a.tokens).cpu()
+                entropy = -(logps.exp() * logps).sum(-1).cpu()
                 if a.before is None:
                     a.before = logp.detach()
-                    a.seen = seen
+                    a.seen = look(logps, a.tokens, self.ends)
                 if a.old is None:
                     a.old = a.before
-                found = dict(zip(self.measured(), apart, strict=True))
-                for name, values in found.items():
-                    sums[name] += values.sum().item()
-                divergences = {name: found[name] for name in self.compared()}
-                part, report = loss(a, weights[n], logp, entropy, divergences)
+
+                measured = {"entropy": entropy}
+                if a.ref is not None:
+                    measured["k3"] = formulas.kl(logp.detach(), a.ref, "k3")
+                divergences = {}
+                for name, (*_, how) in self.compared().items():
+                    other = others[name, id(a)]
+                    divergences[name] = formulas.divergence(logps, other, *how).cpu()
+                    if name == "teacher_kl":
+                        measured["teacher_entropy"] = torch.special.entr(other.exp())
+                part, report = loss(a, logp, entropy, divergences)
                 total = total + part
-                sums["loss"] += part.item()
-                for name, value in report.items():
-                    sums[name] += value.item()
+                for name, values in (measured | divergences | report | {"loss": part}).items():
+                    sums[name] += values.sum().item()
             if total.requires_grad:
                 (total / max(trained, 1)).backward()
 
@@ -201,8 +207,8 @@ class Trainer:
 
         if self.shadow:
             for a in answers:
-                a.shadow.token_advantages = a.token_advantages
-            self.shadow.gradient([a.shadow for a in answers], weights, trained, temperature, loss)
+                a.shadow.token_advantages, a.shadow.weights = a.token_advantages, a.weights
+            self.shadow.gradient([a.shadow for a in answers], trained, loss)
         return sums
 
     def step(self, norm, lr):
@@ -219,19 +225,15 @@ class Trainer:
     # ---------------------------------------------------------------- forward passes
 
     @torch.no_grad()
-    def score(self, answers, name, temperature, weights=None, model=None, hinted=False):
+    def score(self, answers, name, weights=None, model=None, hinted=False):
         """Set the attribute `name` of the answers to their log-probs by the policy, or by other weights."""
-        look = self.look if name == "before" else None
         given = weights or self.current()
         replays = weights is None and not hinted  # after a hint routers choose for themselves
-        for batch in self.passes(answers, temperature, lambda: given, model, hinted, replays, look):
-            for n, logp, _, seen, _ in batch:
-                setattr(answers[n], name, logp)
-                if look:
-                    answers[n].seen = seen
-
-    def look(self, logps, targets):
-        return sampling.look(logps, targets, self.ends)
+        for batch in self.passes(answers, lambda: given, model, hinted, replays):
+            for a, logps in batch:
+                setattr(a, name, token_logp(logps, a.tokens).cpu())
+                if name == "before":
+                    a.seen = look(logps, a.tokens, self.ends)
 
     def compared(self):
         """The divergences over the whole vocabulary that the loss has, {name: (model, weights, has hints, kind)}. A
@@ -246,61 +248,34 @@ class Trainer:
             found["teacher_kl"] = self.teacher or self.model, self.teacher_weights, True, how
         return found
 
-    def measured(self):
-        """What `divergences` finds: these, and the teacher's entropy."""
-        names = [*self.compared()]
-        return [*names, "teacher_entropy"] if "teacher_kl" in names else names
-
-    def divergences(self, logps, answers):
-        """What `measured` names at the tokens of some answers, of which the policy has `logps`; [names, tokens]."""
-        found = {}
-        for name, (model, weights, hinted, how) in self.compared().items():
-            prompts = [(hinted and a.row.get("asked")) or a.row["prompt_ids"] for a in answers]
-            responses = [a.row["response_ids"] for a in answers]
-            kept = [ids for a in answers for ids in a.nuclei or ()]
-            given = prompts, responses, self.cfg.rollout.temperature, kept
-            with torch.no_grad():
-                other = model.vocabulary_logp(weights or self.current(), *given, rows=logps.shape[1])
-            found[name] = formulas.divergence(logps, other, *how)
-            if name == "teacher_kl":
-                found["teacher_entropy"] = torch.special.entr(other.exp()).sum(-1)
-        return torch.stack([found[name] for name in self.measured()]) if found else logps.new_empty(0, len(logps))
-
     @torch.no_grad()
-    def logits(self, answers, temperature):
-        """(number of an answer, its logits [response, vocabulary]) of each answer by the policy."""
-        prompts = [a.row["prompt_ids"] for a in answers]
-        responses = [a.row["response_ids"] for a in answers]
-        for batch in self.model.batches(prompts, responses):
-            chosen = [prompts[n] for n in batch], [responses[n] for n in batch]
-            logits = self.model.logits(self.current(), *chosen, temperature, self.routes(answers, batch))
-            yield from zip(batch, logits.split([len(responses[n]) for n in batch]), strict=True)
+    def other_models(self, batch):
+        """{(name, id of an answer): log-probs of all tokens} by the models of `compared`, for a batch of `passes`."""
+        found = {}
+        for name, (model, weights, hinted, _) in self.compared().items():
+            given = weights or self.current()
+            rows = batch[0][1].shape[1]
+            others = self.passes([a for a, _ in batch], lambda given=given: given, model, hinted, rows=rows)
+            found |= {(name, id(a)): logps for other in others for a, logps in other}
+        return found
 
-    def routes(self, answers, batch):
-        """The routes of a batch of answers, if they are replayed."""
-        return [answers[n].routes for n in batch] if self.cfg.algo.replay_routes else None
-
-    def passes(self, answers, temperature, weights, model=None, hinted=False, replays=False, look=None, compare=None):
-        """(number of an answer, its log-probs, its entropies, what `look` sees, what `compare` finds), a batch at a
-        time, with what `weights()` gives.
+    def passes(self, answers, weights, model=None, hinted=False, replays=False, is_cut=True, rows=None):
+        """Batches of (answer, log-probs of all tokens where its own were sampled [tokens, vocabulary]), by `weights()`.
 
         With `hinted` an answer is scored after the prompt with its hint, where it has one. With `replays` its tokens
-        go to the experts that algo.replay_routes keeps.
+        go to the experts that algo.replay_routes keeps. Log-probs are over its nuclei unless not `is_cut`, and over the
+        first `rows` of the vocabulary, if given.
         """
         model = model or self.model
         prompts = [(hinted and a.row.get("asked")) or a.row["prompt_ids"] for a in answers]
         responses = [a.row["response_ids"] for a in answers]
         for batch in model.batches(prompts, responses):
-            chosen = [prompts[n] for n in batch], [responses[n] for n in batch]
-            kept = [ids for n in batch for ids in answers[n].nuclei or ()]
-            routes = self.routes(answers, batch) if replays else None
-            apart = compare and partial(compare, answers=[answers[n] for n in batch])
-            scores = model.answers_logp(weights(), *chosen, temperature, kept, routes, look, apart)
-            found = []
-            for n, values in zip(batch, scores, strict=True):
-                places = answers[n].sampled
-                found.append((n, *(each[..., places].cpu() for each in values)))
-            yield found
+            chosen = [answers[n] for n in batch]
+            given = [prompts[n] for n in batch], [responses[n] for n in batch]
+            kept = [ids for a in chosen for ids in a.nuclei or ()] if is_cut else ()
+            routes = [a.routes for a in chosen] if replays and self.cfg.algo.replay_routes else None
+            found = model.vocabulary_logp(weights(), *given, chosen[0].sampling.temperature, kept, routes, rows)
+            yield [(a, logps[a.sampled]) for a, logps in zip(chosen, found, strict=True)]
 
 
 # ---------------------------------------------------------------- weights of tokens, and the loss
@@ -316,26 +291,18 @@ def known_weights(answers, cfg):
 def known_loss(algo):
     """The loss by our formulas."""
 
-    def loss(a, weight, logp, entropy, divergences):
+    def loss(a, logp, entropy, divergences):
         ref = logp.detach() if a.ref is None else a.ref
 
         def values_at(old):
-            given = logp, old, ref, a.rollout, a.token_advantages, weight, entropy, algo
+            given = logp, old, ref, a.rollout, a.token_advantages, a.weights, entropy, algo
             return formulas.answer_loss(*given, **divergences)
 
         values = whole = values_at(a.old)
         for shift in (a.shift, -a.shift) if a.shift else ():
             others = values_at(a.old + shift)
             values = torch.where((others[2:] != whole[2:]).any(0), others, values)
-        total, policy, clipped, outside = values.double().sum(1)
-        return total, {"policy": policy, "clipped": clipped, "outside": outside}
+        total, policy, clipped, _ = values.double().sum(1)
+        return total, {"policy": policy, "clipped": clipped}
 
     return loss
-
-
-def losses_of(sums):
-    """What a run reports of an update, from our sums over its tokens."""
-    found = {name: sums[name] / max(sums["trained"], 1) for name in ("policy", "loss")}
-    of_tokens = ("entropy", "k3", "clipped", "ref_kl", "teacher_kl", "teacher_entropy")
-    found |= {name: sums[name] / max(sums["tokens"], 1) for name in of_tokens if name in sums}
-    return found | {"grad_norm": sums["grad_norm"]}

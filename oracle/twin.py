@@ -24,7 +24,7 @@ import transformers
 import yaml
 
 from grpo.parts.base.hf_folder import local_folder
-from grpo.parts.base.memory import host_free_bytes
+from grpo.parts.base.processes import host_free_bytes
 from oracle.repeat import repeat
 from oracle.report import Report
 from oracle.run import Recorded, read_run
@@ -38,6 +38,7 @@ UNEVEN = (  # fields of Megatron-core that say which stage has which of the run'
     "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage", "pipeline_model_parallel_layout",
     "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
 )  # fmt: skip
+FAULTS = ("step ", "vLLM did not take up the weight push", "copies of the trainer's weights differ")  # guards begin so
 OF_FP16 = ("hysteresis", "initial_loss_scale", "loss_scale", "loss_scale_window", "min_loss_scale")
 # The run's own rewards are graded anew as they are. To a random model they would give 0, and no gradient.
 REWARD = """
@@ -98,7 +99,7 @@ def end_twin(name, folder, wait):
         if wait() == 0:
             return Twin(name, repeat(read_run(Path(path, "out"))))
         said = last_error(Path(path, "printed.txt").read_text(errors="replace"))
-    return Twin(name, fault=said) if said.startswith("step ") else Twin(name, missing=said)
+    return Twin(name, fault=said) if said.startswith(FAULTS) else Twin(name, missing=said)
 
 
 def has_room(run):

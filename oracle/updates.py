@@ -1,6 +1,6 @@
 """The updates of a step: what was trained in each, by which values, and what came of it.
 
-`state` is what repeats the run (state.py), `answers` are Scored (trainer.py), `line` is what the run recorded of an
+`state` is what repeats the run (state.py), `answers` are Answer (trainer.py), `line` is what the run recorded of an
 update, and `chosen` are the numbers of its answers. Where the run parts from ours, its own records are taken from there
 on, so that what follows is judged.
 """
@@ -14,7 +14,7 @@ from grpo.parts.base import user_code
 from grpo.parts.base.read_config import override
 from oracle import algorithm, formulas
 from oracle.state import OF_UPDATE, ROUNDS_OTHERWISE
-from oracle.trainer import known_loss, known_weights, losses_of
+from oracle.trainer import known_loss, known_weights
 
 # Beginning of a key → the item that its value in a step is of; the first that fits.
 ITEM_OF = {
@@ -23,12 +23,13 @@ ITEM_OF = {
     "algo.max_rounds": "groups", "algo.overlong": "rewards", "reward.": "rewards", "algo.advantage": "advantages",
     "algo.teacher": "teacher", "algo.loss_norm": "token-weights", "": "loss",
 }  # fmt: skip
-# Entry of a line → the metric of the first update that it is, the item that it is of.
+# Entry of a line → the metric of the first update that it is, the item that it is of, and what a sum is divided by.
 OUTCOMES = {
-    "policy": ("loss/policy", "loss"), "loss": ("loss/total", "loss"), "entropy": ("entropy", "entropy"),
-    "k3": ("kl/ref", "reference"), "grad_norm": ("grad_norm", "gradient"), "clipped": ("ratio/clip_frac", "loss"),
-    "ref_kl": ("kl/full", "reference"), "teacher_kl": ("kl/teacher", "teacher"),
-    "teacher_entropy": ("entropy/teacher", "teacher"),
+    "policy": ("loss/policy", "loss", "trained"), "loss": ("loss/total", "loss", "trained"),
+    "entropy": ("entropy", "entropy", "tokens"), "k3": ("kl/ref", "reference", "tokens"),
+    "grad_norm": ("grad_norm", "gradient", "updates"), "clipped": ("ratio/clip_frac", "loss", "tokens"),
+    "ref_kl": ("kl/full", "reference", "tokens"), "teacher_kl": ("kl/teacher", "teacher", "tokens"),
+    "teacher_entropy": ("entropy/teacher", "teacher", "tokens"),
 }  # fmt: skip
 
 # ---------------------------------------------------------------- the values of a step
@@ -200,12 +201,12 @@ def judge_log_probs(state, answers, updates, sampled):
     other = [f"rollout.vllm.{name}" for name in cfg.rollout.vllm if name in ROUNDS_OTHERWISE]
     is_apart = other or report.compare("token: rollout_logp", theirs, ours).parts
     problems = [text for name in gaps if (text := report.compare(name, metrics[name], gaps[name]).parts)]
-    if state.doubt and (is_apart or problems):
-        state.lose(f"after an update with another {state.doubt}", ("log-probs", *OF_UPDATE), goes_on=True)
-        return False
-    if state.updates and is_apart and problems:
+    if not state.doubt and state.updates and is_apart and problems:
         report.say("weights", f"log-probs are not those of our weights after the step before: {problems[0]}")
-        state.lose("the weights are not ours", ("log-probs", *OF_UPDATE), goes_on=True)
+        state.part(("log-probs", *OF_UPDATE))
+        return False
+    if state.doubt and (is_apart or problems):
+        state.part(("log-probs", *OF_UPDATE))
         return False
 
     if other:
@@ -281,20 +282,19 @@ def judge_token_advantages(state, answers, chosen, line):
 # ---------------------------------------------------------------- loss and gradient
 
 
-def gradient(state, taken, weights, line, own):
+def gradient(state, taken, line, own):
     """Compute the gradient of an update by formulas or, if `own` has the loss, by the checkout's grpo_loss.
 
     Returns the sums of what the update reports. None if grpo_loss raised.
     """
     cfg = state.cfg
-    trained = line.get("trained") or sum(int((weight > 0).sum()) for weight in weights)
-    given = taken, weights, trained, cfg.rollout.temperature
+    trained = line.get("trained") or sum(int((a.weights > 0).sum()) for a in taken)
     if "loss" not in own:
-        return measured(state, state.trainer.gradient(*given, known_loss(cfg.algo)))
+        return measured(state, state.trainer.gradient(taken, trained, known_loss(cfg.algo)))
     try:
         from oracle import fork
 
-        return measured(state, state.trainer.gradient(*given, fork.own_loss(cfg.algo)))
+        return measured(state, state.trainer.gradient(taken, trained, fork.own_loss(cfg.algo)))
     except Exception as error:  # a name or a field that only train_step knows
         line = user_code.last_line(error)[:160]
         state.report.note("loss", f"the checkout's grpo_loss cannot be called: {line}")
@@ -303,13 +303,13 @@ def gradient(state, taken, weights, line, own):
 def measured(state, sums):
     """The sums of an update, after a look at how far those of the trainer's shadow are from them."""
     if state.trainer.shadow:
-        others = losses_of(state.trainer.shadow.sums)
-        for name, value in losses_of(sums).items():
-            state.report.measure(OUTCOMES[name][0], abs(value - others[name]))
+        others = state.trainer.shadow.sums
+        for name, (metric, _, over) in OUTCOMES.items():
+            state.report.measure(metric, abs(sums[name] - others[name]) / max(sums[over], 1))
     return sums
 
 
-def judge_outcome(state, taken, weights, line, sums):
+def judge_outcome(state, taken, line, sums):
     """What an update reports, with our `sums`. Where it parts by the loss, the checkout's takes the formula's place.
 
     Returns the sums to go on with. Where our gradient is not the run's, state.doubt has the item.
@@ -318,57 +318,60 @@ def judge_outcome(state, taken, weights, line, sums):
     if state.rounding and abs(line.get("clipped", 0.0) * sums["tokens"] - sums["clipped"]) > 0.5:
         for a in taken:  # rounding turned the clip of a token: the shadow shows how far that may move what follows
             a.shadow.shift = 2 * state.rounding  # both log-probs of a ratio are rounded
-        sums = gradient(state, taken, weights, line, state.own)
+        sums = gradient(state, taken, line, state.own)
     problems = misfits(state, line, sums)
     of_loss = {"loss", "policy", "grad_norm"}
     if of_loss & problems.keys() and "loss" not in state.own:
-        others = gradient(state, taken, weights, line, state.own | {"loss"})
+        others = gradient(state, taken, line, state.own | {"loss"})
         if others and not of_loss & misfits(state, line, others).keys():
             report.say("loss", f"differs from {state.cfg.algo.loss}: {next(iter(problems.values()))}")
             state.own.add("loss")
             sums = others
             problems = misfits(state, line, sums)
         else:
-            sums = gradient(state, taken, weights, line, state.own)
+            sums = gradient(state, taken, line, state.own)
 
     # A number alone may part, or the gradient; then the weights after the update may. It is the weights before it where
     # the policy was another there.
     is_moved = "grad_norm" in problems and line["applied"]  # else no gradient reached the weights
-    shown = {*OUTCOMES}
+    hidden = ()
     of_policy = problems.keys() - {"grad_norm", "clipped"}
     if of_policy and (state.doubt or (report.items["weights"].parts and line["update"] > 1)):
-        why = f"after an update with another {state.doubt}" if state.doubt else "the weights are not ours"
-        state.lose(why, OF_UPDATE, goes_on=True)
+        state.part(OF_UPDATE)
         return sums
     if is_moved and {"entropy", "k3"} & problems.keys() and (state.updates or line["update"] > 1):
         report.say("weights", f"not ours before update {line['update']}: {next(iter(problems.values()))}")
-        state.lose("the weights are not ours", OF_UPDATE, goes_on=True)
+        state.part(OF_UPDATE)
         return sums
     if is_moved and {"loss", "policy"} & problems.keys():
         state.doubt = "loss"
-        shown -= {"grad_norm", "clipped"}
+        hidden = ("grad_norm", "clipped")
     elif is_moved:
         state.doubt = "gradient"
 
-    ours = losses_of(sums)
-    for name in OUTCOMES:
-        if name in shown and name in line and name in ours and not is_overflow(state, line, name):
-            metric, item = OUTCOMES[name]
-            report.check(item, metric, line[name], ours[name])
-            if line["update"] == 1 and name != "clipped":
-                report.check(item, metric, state.metrics[metric], math.nan if line[name] is None else line[name])
+    for name, pair in outcomes(state, line, sums).items():
+        if name not in hidden:
+            metric, item, _ = OUTCOMES[name]
+            report.check(item, metric, *pair)
     return sums
 
 
 def misfits(state, line, sums):
     """{entry of a line that parts from ours: how}."""
     found = {}
-    for name, value in losses_of(sums).items():
-        if name in line and not is_overflow(state, line, name):
-            metric, _ = OUTCOMES[name]
-            text = state.report.compare(metric, line[name], value).parts
-            found |= {name: f"{metric}: {text}"} if text else {}
+    for name, pair in outcomes(state, line, sums).items():
+        metric, *_ = OUTCOMES[name]
+        text = state.report.compare(metric, *pair).parts
+        found |= {name: f"{metric}: {text}"} if text else {}
     return found
+
+
+def outcomes(state, line, sums):
+    """{entry of a line: (the run's value, ours)} of what both have."""
+    names = [name for name in OUTCOMES if name in line and name in sums]
+    if is_overflow(state, line):
+        names.remove("grad_norm")
+    return {name: (line[name], sums[name] / max(sums[OUTCOMES[name][2]], 1)) for name in names}
 
 
 def judge_scale(state, line):
@@ -382,19 +385,18 @@ def judge_scale(state, line):
             legal = {half, before} if "hysteresis" in options else {half}
         problem = f"update {line['update']} has the loss scale {scale:g} after {before:g}{', an overflow' * overflowed}"
         state.report.say("gradient", problem if scale not in legal else "")
-    state.scale = scale, is_overflow(state, line, "grad_norm")
+    state.scale = scale, is_overflow(state, line)
     if state.scale[1]:
         state.report.say("gradient")
 
 
-def is_overflow(state, line, name):
-    """Whether it is a gradient beyond fp16, as a loss scale may make and ours has none."""
-    values = line["grad_norm"], line["loss"]
-    return state.cfg.model.dtype == "fp16" and name == "grad_norm" and values[0] is None and values[1] is not None
+def is_overflow(state, line):
+    """Whether its gradient is beyond fp16, as a loss scale may make and ours has none."""
+    return state.cfg.model.dtype == "fp16" and line["grad_norm"] is None and line["loss"] is not None
 
 
 def of_metrics(metrics, number):
     """A line for each of a number of updates, with what the metrics say of them in a run of an earlier version."""
     lines = [{"update": n + 1, "applied": metrics["update/applied"] == number} for n in range(number)]
-    lines[0] |= {name: metrics[metric] for name, (metric, _) in OUTCOMES.items() if name != "clipped"}
+    lines[0] |= {name: metrics[metric] for name, (metric, *_) in OUTCOMES.items() if name != "clipped"}
     return lines

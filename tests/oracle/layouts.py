@@ -24,7 +24,6 @@ CONFIGS = {
     "mistral": {"sliding_window": 8, "kv_heads": 4},  # answers are longer; the others have 2 key-value heads
     "mixtral": {"sliding_window": 8},
     "qwen3": {"tied": True},
-    "qwen3_5_moe_text": {"seed": 2},  # in fp16 no token is near a tie between two experts
 }  # fmt: skip
 OVERLAP = ["megatron.overlap_grad_reduce=true", "megatron.overlap_param_gather=true"]
 FULL = [f"megatron.recompute_{k}" for k in ("granularity=full", "method=uniform", "num_layers=1")]
@@ -162,20 +161,16 @@ def marks_of(family, layout) -> list[pytest.MarkDecorator]:
     return marks + ([pytest.mark.gpu(ranks=4)] if is_quick or layout in ON_GPUS.get(family, ()) else [])
 
 
-# Families that differ in single layers from qwen2 or qwen3_moe, which have all layouts: one layout an axis.
-ALIKE = ("llama", "mistral", "qwen3", "mixtral", "qwen2_moe")
+# Families whose layers, but for single ones, are those of qwen2, qwen3_moe and qwen3_5_text, which have all layouts:
+# one layout an axis.
+ALIKE = ("llama", "mistral", "qwen3", "mixtral", "qwen2_moe", "qwen3_5_moe_text")
 EACH_AXIS = ("TP2·DP2", "CP2·DP2", "PP2·VPP2·DP2", "EP2·DP4", "EP2·TP2·ETP2·DP2")
-
-
-def tested_layouts(family):
-    """The layouts of a family that `make test-all` runs."""
-    return [layout for layout in layouts_of(family) if family not in ALIKE or layout in EACH_AXIS]
-
 
 CASES = [
     pytest.param(family, layout, marks=marks_of(family, layout))
     for family in FAMILIES
-    for layout in tested_layouts(family)
+    for layout in layouts_of(family)
+    if family not in ALIKE or layout in EACH_AXIS
 ]
 
 

@@ -42,7 +42,7 @@ def test_a_real_run_is_repeated(shared):
     assert report.verdict() == (0, "agrees: 19") and report.table().endswith("not in this run: teacher, adapters")
 
 
-CHANGES = {  # items that part → how the row of an answer, or the metrics of step 1, is changed
+CHANGES = {  # item that parts → how the row of an answer, or the metrics of step 1, is changed
     "seeds": lambda row: {"seed": row["seed"] + 1, "sampling": [row["sampling"][0] | {"seed": row["seed"] + 1}]},
     "sampling": lambda row: {"sampling": [row["sampling"][0] | {"temperature": 2.0}]},
     "answers": lambda row: {"text": f"{row['text']}<eos>"},
@@ -50,18 +50,12 @@ CHANGES = {  # items that part → how the row of an answer, or the metrics of s
     "groups": lambda line: {"groups/sampled": line["groups/sampled"] + 1},
     "log-probs": lambda row: {"rollout_logp": [row["rollout_logp"][0] - 0.1, *row["rollout_logp"][1:]]},
     "advantages": lambda row: {"advantage": row["advantage"] + 1},
-    "reference": lambda line: {"kl/ref": line["kl/ref"] + 1},
-    "loss": lambda line: {"loss/total": line["loss/total"] + 1},
-    "entropy": lambda line: {"entropy": line["entropy"] + 1},
-    "gradient": lambda line: {"grad_norm": line["grad_norm"] + 1},
     "lr": lambda line: {"lr": line["lr"] * 1.00001},
     "metrics": lambda line: {"tokens/response_mean": line["tokens/response_mean"] + 1},
 }
 ALSO = {  # what a changed record leads to
     "answers": {"answers", "rewards"},  # of what was graded
     "advantages": {"advantages", "loss"},
-    "loss": {"loss", "metrics"},  # which the record of the update has too
-    "entropy": {"entropy", "metrics"},  # its share of the largest
 }
 
 
@@ -70,7 +64,7 @@ def test_a_changed_record_is_named_and_nothing_else(copied, item):
     """`item` is the key of CHANGES, and ALSO has the items that part with it."""
     rows = read_rows(copied / "rollouts/step_000001.jsonl")
     (line,) = (line for line in read_rows(copied / "metrics.jsonl") if line["step"] == 1)
-    if item in ("groups", "reference", "loss", "entropy", "gradient", "lr", "metrics"):
+    if item in ("groups", "lr", "metrics"):
         line |= CHANGES[item](line)
     else:
         row = next(row for row in rows if row["advantage"])
@@ -90,6 +84,15 @@ def test_what_a_run_leaves_is_compared(copied, shared):
     shutil.copytree(shared.out / "hf/step_000002", copied / "hf/step_000003", dirs_exist_ok=True)
     report = repeat(read_run(copied))
     assert report.parted() == ["order", "weights", "checkpoints", "metrics"], report.table()
+
+
+def test_metrics_of_the_first_update_are_those_of_its_record(copied):
+    names = ("kl/ref", "loss/total", "loss/policy", "entropy", "grad_norm", "ratio/clip_frac")
+    lines = read_rows(copied / "metrics.jsonl")
+    write_rows(copied / "metrics.jsonl", [line | {name: line.get(name, 0) + 1 for name in names} for line in lines])
+    report = repeat(read_run(copied, steps=1))
+    problems = " ".join(report.items["metrics"].problems.values())
+    assert report.parted() == ["metrics"] and all(f"metric: {name}:" in problems for name in names), report.table()
 
 
 # ---------------------------------------------------------------- forks
@@ -174,7 +177,7 @@ def test_steps_of_an_earlier_version_are_judged_by_their_metrics(copied, steps):
 def test_names_without_a_formula(copied):
     reconfigure(copied, "algo", advantage="mine")
     report = repeat(read_run(copied))
-    assert not report.parted() and report.items["gradient"].count == 9, report.table()
+    assert not report.parted() and report.items["gradient"].count == 6, report.table()
     assert report.verdict() == (3, "agrees: 18; not judged: advantages (no formula for algo.advantage=mine)")
     assert report.verdict(["advantages"]) == (0, "agrees: 19")
 

@@ -1,12 +1,15 @@
 """The oracle's own cut of a sampler's distribution, and its own replay of routes."""
 
+from dataclasses import replace
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
 import transformers
 
 from oracle import models, nuclei
+from oracle.trainer import Answer
 
 LOGITS = torch.tensor([[0.4, 0.1, 0.3, 0.2]]).log()
 CUTS = {  # (top_p, top_k) → the ids that are left
@@ -44,7 +47,7 @@ def test_only_ids_at_the_border_may_differ():
         must, may = nuclei.bounds_of(LOGITS, sampling(top_p, -1), slack=0.001)
         assert [nuclei.difference(ids, 0, must[0], may[0]) for ids in ([0, 2], [0, 2, 3])] == ["", ""]
     tied = torch.tensor([[1.0, 0.0, 1e-5, -9.0]])
-    must, may = nuclei.bounds_of(tied, sampling(1.0, 2), slack=0.001)
+    must, may = nuclei.bounds_of(tied.log_softmax(-1), sampling(1.0, 2), slack=0.001)
     assert [nuclei.difference(ids, 0, must[0], may[0]) for ids in ([0, 1], [0, 2])] == ["", ""]
     assert nuclei.difference([0, 3], 0, must[0], may[0])
 
@@ -74,12 +77,13 @@ FOUND = {  # the nuclei that a run recorded for the tokens of GROUP → what is 
 def test_nuclei_of_a_step(given):
     """Those that are not recorded are ours, and the token."""
     row = GROUP if given is None else GROUP | {"nuclei": [*given]}
-    answer = SimpleNamespace(row=row, sampled=[0, 1], nuclei=nuclei.nuclei_of(row, [0, 1]))
-    trainer = SimpleNamespace(logits=lambda answers, temperature: [(0, LOGITS.expand(2, -1))])
+    answer = Answer(row, [0, 1], True, sampling(0.6, -1), None, nuclei.nuclei_of(row, [0, 1]), {})
+    passes = Mock(side_effect=lambda answers, *given, **options: [[(a, LOGITS.expand(2, -1)) for a in answers]])
+    trainer = SimpleNamespace(passes=passes, current=None)
     state = SimpleNamespace(trainer=trainer, report=SimpleNamespace(bounds={"token: rollout_logp": (5e-4, 0.0)}))
-    assert nuclei.find(state, [answer], sampling(0.6, -1), 1.0) == FOUND[given]
+    assert nuclei.fill_nuclei(state, [answer]) == FOUND[given]
     assert given or answer.nuclei == [[0, 2], [0, 2]]
-    assert nuclei.find(state, [answer], sampling(1, -1), 1.0) is None
+    assert nuclei.fill_nuclei(state, [replace(answer, sampling=sampling(1, -1))]) is None
 
 
 @pytest.mark.parametrize("normed", [True, False])

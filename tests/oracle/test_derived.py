@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 import train_grpo
 from grpo.step import gdpo, metrics
 from grpo.step.records import Collected, Sample
-from oracle import algorithm, folders
+from oracle import algorithm, exports
 from oracle.grading import Grader
 from oracle.metrics import of_evaluation, of_samples
 from oracle.models import module_weights, read_weights
@@ -111,11 +111,12 @@ def base(tmp_path_factory):
 
 
 def judged(base, tmp_path):
-    """The items and problems of a run whose only step left hf/step_000001."""
+    """What is said of the folder hf/step_000001 of a run."""
     cfg = tiny_config(f"model.path={base}")
     run = Recorded(tmp_path, cfg, {}, [1], [])
     state = SimpleNamespace(run=run, cfg=cfg, report=Report(run), trainer=Trainer(cfg))
-    folders.judge_folders(state, 1, [{"prompt_ids": [3, 4, 5] * 5, "response_ids": [6, 7]}])
+    exports.judge_files(state, tmp_path / "hf/step_000001")
+    exports.judge_loaded(state, tmp_path / "hf/step_000001", [{"prompt_ids": [3, 4, 5] * 5, "response_ids": [6, 7]}])
     return state.report.items["exports"]
 
 

@@ -17,7 +17,7 @@ from oracle.exports import ELEMENTS, judge_weights, tensor_problem
 from oracle.models import Model, read_weights, rounded
 from oracle.report import ITEMS, Report
 from oracle.run import Recorded
-from oracle.trainer import Scored, known_loss
+from oracle.trainer import Answer, known_loss
 from oracle.updates import judge_scale
 from tests import hub_models
 from tests.conftest import tiny_config, tiny_model, write_rows
@@ -212,8 +212,9 @@ def test_a_shadow_has_on_the_other_side_of_a_clip_what_rounding_may_turn():
     row = {"response_ids": [1] * 4, "prompt_ids": [1], "turns": [4], "rollout_logp": [0.0] * 4}
     for shift, clipped in {0.0: [0, 1, 0, 1], 1e-3: [1, 0, 0, 1]}.items():
         policy = logp.clone().requires_grad_()
-        a = Scored(row, [0, 1, 2, 3], True, zero, None, {}, old=zero, token_advantages=zero + 1, shift=shift)
-        loss, sums = known_loss(algo)(a, zero + 1, policy, zero, {})
+        given = {"old": zero, "token_advantages": zero + 1, "weights": zero + 1}
+        a = Answer(row, [0, 1, 2, 3], True, None, zero, None, {}, shift=shift, **given)
+        loss, sums = known_loss(algo)(a, policy, zero, {})
         loss.backward()
         assert (policy.grad == 0).tolist() == [bool(value) for value in clipped], shift
         assert sums["clipped"] == sum(clipped)

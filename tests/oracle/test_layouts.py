@@ -67,7 +67,7 @@ NO_CLIP = {"clip_low": 100.0, "clip_high": 100.0, "kl": "k2"}
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", HALF)
-@pytest.mark.parametrize("family", layouts.FAMILIES)
+@pytest.mark.parametrize("family", [family for family in layouts.FAMILIES if family not in layouts.ALIKE])
 def test_half_precision_is_within_its_rounding_on_every_axis(fork_server, tmp_path, family, dtype):
     """Weights are rounded beforehand; activations, and gradients between layers, are in the dtype."""
     axes = ("TP2·CP2", "PP2·VPP2·DP2", *(["EP2·TP2·ETP2·DP2"] if family in layouts.MOE else []))
@@ -99,10 +99,16 @@ def test_sizes_that_a_layout_does_not_divide(fork_server, tmp_path, options, key
 
 
 @pytest.mark.slow
-def test_every_loss_and_normalisation_does_not_depend_on_the_layout(fork_server, tmp_path):
-    """On TP2·PP2 with uneven micro-batches, with truncated importance sampling and the straight-through KL."""
+def test_every_loss_and_every_normalisation_does_not_depend_on_the_layout(fork_server, tmp_path):
+    """On TP2·PP2 with uneven micro-batches, with truncated importance sampling and the straight-through KL. Either
+    is the default in each case: a normalisation is only a weight of each token."""
     common = {"kl": "k3+", "correction": "tis", "correction_high": 1.1}
-    cases = {f"{loss} {norm}": {"loss": loss, "loss_norm": norm} for loss in formulas.LOSSES for norm in formulas.NORMS}
+    cases = {
+        f"{loss} {norm}": {"loss": loss, "loss_norm": norm}
+        for loss in formulas.LOSSES
+        for norm in formulas.NORMS
+        if norm == "token_mean" or loss == "ppo_clip"
+    }
     for algo in cases.values():
         if algo["loss"] in ("ipo", "dppo_tv"):
             algo |= {"clip_low": 0.002, "clip_high": 0.002}  # the models' probabilities are small
@@ -127,7 +133,7 @@ def test_balancing_loss_does_not_depend_on_the_layout(fork_server, tmp_path):
     bins = [[*range(0, 14, 2)], [*range(1, 14, 2)]]
     coefficient = 0.5
     budget = max(math.ceil(lengths_N[members].sum() / 4) * 4 for members in bins)  # a multiple of tp · cp
-    names = ("TP2·PP2", "TP2·CP2", "PP2·CP2", "EP2·TP2·ETP1·DP2", "EP2·TP2·ETP2·DP2", "PP2·EP2·DP2")
+    names = ("TP2·PP2", "TP2·CP2", "EP2·TP2·ETP2·DP2", "PP2·EP2·DP2")
     plan = make_plan(
         tmp_path, "qwen3_moe", f"megatron.moe_aux_loss_coeff={coefficient}",
         f"train.max_tokens_per_micro_batch={budget}", "train.logprob_max_tokens_per_micro_batch=4096",
@@ -175,17 +181,18 @@ def balance_gradients(folder, samples, bins, coefficient):
 
 # Layouts of recipes at their own number of ranks, 8 to 64: one in EVERY, all with --all-starts. The models have the
 # recipe's family and as many layers, heads and experts as its layout needs. docs/dev/layouts.md has errors and sources.
+# `make test-all` runs the first and the fifth.
 EVERY = 4
 WIDE = {"hidden": 256, "kv_heads": 8}  # 8 heads
 EXPERTS = {"num_experts": 8, "kv_heads": 4}
 BOTH = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 # "ranks: sizes" → (family, entries of its config.json, options of Megatron-core).
 STARTS = {
+    "8: tp2 pp2 cp2 ep4": ("qwen3_moe", EXPERTS, ()),  # verl, Qwen3-30B-A3B with LoRA
     "8: tp2 pp2": ("qwen2", {}, ()),  # configs/qwen7b.yaml and qwen2.5_7b_tools.yaml; verl, Qwen3-8B
     "8: ep8": ("qwen3_moe", EXPERTS, ()),  # configs/qwen3_30b_a3b.yaml; verl, Qwen3-30B-A3B
-    "8: tp2 pp2 cp2 ep4": ("qwen3_moe", EXPERTS, ()),  # verl, Qwen3-30B-A3B with LoRA
-    "16: tp8": ("qwen2", WIDE, ()),  # configs/qwen2.5_32b.yaml
     "32: pp2 vpp8 cp4 ep4": ("qwen3_moe", {**EXPERTS, "layers": 16}, ()),  # ROLL, Qwen3-30B-A3B
+    "16: tp8": ("qwen2", WIDE, ()),  # configs/qwen2.5_32b.yaml
     "64: tp8 pp8": ("qwen2", {**WIDE, "layers": 8}, ()),
     "64: tp4 pp2 ep32": ("qwen3_moe", {**EXPERTS, "num_experts": 32}, ()),  # configs/qwen3_235b_a22b.yaml
     "64: tp4 pp8 ep8": ("qwen3_moe", {**EXPERTS, "layers": 14}, BOTH),  # the same with 94 layers in 8 stages

@@ -1,5 +1,5 @@
 """LoRA: on every layout the gradient of each factor, the loss and the log-probs equal plain transformers in float64.
-What is pushed, exported and resumed is the sum of weights and adapters, as PEFT merges it (pip install peft).
+What is pushed and exported is the sum of weights and adapters, as PEFT merges it (pip install peft).
 """
 
 from pathlib import Path
@@ -7,13 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
 
 from config import LoraConfig, UserError
 from grpo.parts.model import lora
 from oracle.models import merge_factors
-from oracle.repeat import repeat
-from oracle.run import read_run
 from tests.conftest import tiny_config
 from tests.layout_worker import one_layout
 from tests.oracle.layouts import Results, check_held, check_update, make_model, make_plan, run_cases
@@ -127,37 +124,6 @@ def test_a_sum_is_rounded_once():
     b = torch.tensor([[0.75, 0.75]])
     assert lora.merge(weight.bfloat16(), a.bfloat16(), b.bfloat16(), 1.0).item() == 258.0
     assert (weight.bfloat16() + 0.75).item() == 256.0
-
-
-RUN = (
-    *LORA, "train.steps=3", "train.lr=0.005", "train.warmup_steps=0", "train.save_every=1", "train.export_every=1",
-    "train.keep_last=0", "train.updates_per_step=2", "algo.kl_coef=0.05", "rollout.prompts_per_step=4",
-    "rollout.group_size=8",
-)  # fmt: skip
-
-
-@pytest.mark.slow
-def test_a_run_pushes_exports_and_resumes(train_forked, tiny, tmp_path):
-    """Two replicas, at once and in two parts, the second also on other layouts."""
-    run = train_forked(2, *RUN, out=tmp_path / "straight", code=0)
-    assert max(metrics["logp_gap/max"] for metrics in run.metrics) < 1e-5
-    assert {metrics["sync/checked"] for metrics in run.metrics} == {1.0}
-    report = repeat(read_run(run.out))
-    # Of each export: the options of its adapter, the base with it, and four distances of the factors.
-    assert not report.parted() and report.items["adapters"].count == 3 * 6, report.table()
-    base = load_file(tiny / "model/model.safetensors")
-    exported = run.weights(3)
-    first = run.out / "checkpoints/step_000001"
-    size = sum(path.stat().st_size for path in first.glob("rank_*.safetensors"))
-    assert size < 12 * sum(weight.numel() for weight in base.values()) / 2  # the adapters alone
-
-    empty = ["parallel.pp=2", "megatron.pipeline_model_parallel_layout=E|ttL"]  # a stage without a layer
-    layouts = [("same", 2, []), ("tp2pp2", 4, ["parallel.tp=2", "parallel.pp=2"]), ("empty", 2, empty)]
-    for name, nproc, overrides in layouts:
-        resumed = train_forked(nproc, *RUN, *overrides, f"resume={first}", out=tmp_path / name, code=0)
-        for weight, now in resumed.weights(3).items():
-            alike = name != "same" and relative(now, exported[weight]) < 1e-4
-            assert torch.equal(now, exported[weight]) or alike  # biases, not trained, are 0
 
 
 def test_a_resume_with_other_adapters_is_refused(tiny, tmp_path):

@@ -59,17 +59,9 @@ def test_a_sampler_that_returns_no_nuclei_is_refused(monkeypatch):
     configuration.check_sampling(tiny_config(*keys, "rollout.max_logp_gap=inf"))
 
 
-@pytest.mark.parametrize(
-    "keys",
-    [
-        ("rollout.top_p=0.9", "lora.rank=4", "parallel.tp=2", "train.updates_per_step=2", "algo.kl_coef=0.05"),
-        pytest.param(
-            ("rollout.top_k=5", "rollout.tp=2", "parallel.cp=2", "rollout.stop=['1']"), marks=pytest.mark.slow
-        ),
-    ],
-)
-def test_the_gap_of_a_cut_run_is_rounding(train_forked, tiny, keys):
+def test_the_gap_of_a_cut_run_is_rounding(train_forked, tiny):
     """Of adapters too, which are pushed; beside greedy evaluations, of which vLLM returns no nuclei."""
+    keys = ("rollout.top_p=0.9", "lora.rank=4", "parallel.tp=2", "train.updates_per_step=2", "algo.kl_coef=0.05")
     small = ("train.steps=2", "rollout.prompts_per_step=4", "rollout.group_size=4", "rollout.temperature=0.7")
     greedy = (f"data.eval={tiny / 'train.jsonl'}", "train.eval_every=2", "eval.temperature=0")
     run = train_forked(2, *small, *EXACT, *greedy, *keys, code=0)
