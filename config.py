@@ -58,9 +58,8 @@ class Section(pydantic.BaseModel):
 
 class ModelConfig(Section):
     path: str  # Hugging Face folder or hub name
-    dtype: Literal["bf16", "fp16", "fp32"] = (
-        "bf16"  # of weights and activations; optimizer state and gradients are fp32
-    )
+    # of weights and activations; optimizer state and gradients are fp32
+    dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
     flash_attention: bool = True  # for bf16 and fp16 on a GPU; false: torch's other kernels, sequences padded, slower
     fp32_head: bool = False  # logits of a bf16 or fp16 model in fp32, in the trainer and in vLLM
     # Compute the forward pass in vLLM's arithmetic, so that log-probs have equal bits. null: on a CPU where this costs
@@ -93,7 +92,8 @@ class RolloutConfig(Section):
     stop_token_ids: list[Whole] = []  # tokens that end an answer, and belong to it
     turns: str | None = None  # path/to/file.py:function that replies to an answer: docs/turns.md
     max_turns: Count = 4  # answers of a conversation; with rollout.turns
-    temperature: Annotated[Temperature, Field(gt=0)] = 1.0  # of sampling; the trainer divides its logits by it too
+    # of sampling, at least vLLM's lowest; the trainer divides its logits by it too
+    temperature: Annotated[Temperature, Field(ge=0.01)] = 1.0
     top_p: ShareAboveZero = 1.0  # nucleus sampling: the likeliest tokens with this total probability
     top_k: AllOrCount = -1  # sample from the k likeliest tokens; -1: all
     tp: Count = 1  # tensor parallel size of each vLLM engine; there are world size / tp engines
@@ -130,7 +130,7 @@ class RewardConfig(Section):
     custom: str | None = None  # path/to/file.py:function, the reward named "custom"
     functions: dict[str, str] = {}  # further names -> file.py:function or class, or a reward of docs/rewards.md
     options: dict[str, dict[str, Any]] = {}  # name of a reward -> its options, docs/rewards.md
-    timeout_s: Positive = 10.0  # of a sample; beyond it reward 0 (reward/timeout_frac), or a remote's error
+    timeout_s: Positive = 10.0  # of a sample; beyond it reward 0 (reward/<source>/timeout_frac), or a remote's error
     workers: Count = 1  # grading processes per rank
     memory_gb: NotNegative = 4.0  # address space of a grading process; 0: no limit
     max_error_frac: Share = 0.0  # the run stops if the reward raises for a larger share of a step's samples
@@ -206,7 +206,7 @@ class TrainConfig(Section):
     share_prompts: bool = True  # compute a prompt once for its answers in a row: docs/shared-prompts.md
     # offloaded while vLLM samples; optimizer: its state and the gradients; null: grads on a GPU, none on a CPU
     offload: Literal["none", "grads", "optimizer"] | None = None
-    offload_activations: bool = False  # to the host, between forward and backward pass; without effect on a CPU
+    offload_activations: bool = False  # to the host, between forward and backward pass; saves nothing on a CPU
     gpu_reserve: Share = 0.1  # share of a GPU that the memory plan leaves for what it does not count, such as NCCL
 
     # checkpoints, exports, evaluations
@@ -299,6 +299,11 @@ class Config(Section):
         """Fields of Megatron-core's config classes. The fusion marks weights, which hooks of saved tensors hide."""
         unfused = {"gradient_accumulation_fusion": False} if self.train.offload_activations else {}
         return self.megatron | unfused
+
+    @property
+    def longest_sample(self) -> int:
+        """Tokens of the longest possible prompt and answer."""
+        return self.data.max_prompt_tokens + max(self.rollout.max_new_tokens, self.eval.max_new_tokens)
 
     @property
     def norm_length(self) -> int:

@@ -1,9 +1,9 @@
-"""Between Hugging Face and Megatron-core: process groups, the model, its weights in and out, log-probs, the optimizer.
+"""Between Hugging Face and Megatron-core: process groups, model, forward pass, optimizer, weights in and out.
 
-It knows nothing of rewards, groups, advantages or prompts. Of a micro-batch `mb` it reads `tokens, targets, mask,
-position_ids` (each [1, T]), `weights` ([1, T] or None; 0 where a token has no part in the loss), `rows` [M], where the
-mask is 1, `sizes` [S] and `replay`: a row of T tokens packs S sequences, one after another. Where these share a prompt,
-C of the T positions are computed; see MicroBatch in grpo/step/records.py.
+It knows nothing of rewards, groups, advantages or prompts. Of a micro-batch `mb` the forward pass reads `tokens,
+position_ids, mask` (each [1, T]), `weights` ([1, T] or None; 0 where a token has no part in the loss), `sizes` [S] and
+`replay`: a row of T tokens packs S sequences, one after another. Where these share a prompt, C of the T positions are
+computed; see MicroBatch in grpo/step/records.py. Log-probs are in grpo/parts/model/head.py.
 
 Weights are exchanged as (Hugging Face name, full tensor) pairs: `load_weights` reads them, `hf_weights` yields them,
 for vLLM and for the export alike. One table, `FAMILIES`, maps each weight of a Megatron layer to Hugging Face weights.
@@ -14,7 +14,7 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 
 import torch
@@ -24,7 +24,7 @@ from safetensors import safe_open
 
 from config import Config, LoraConfig, TrainingError
 from grpo.parts.base import hf_folder
-from grpo.parts.base.ranks import device
+from grpo.parts.base.ranks import device, to_device
 from grpo.parts.model import fp16, lora, matched, routes
 from grpo.parts.model.attention import (
     PackedAttention,
@@ -59,7 +59,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.utils import unwrap_model
 
 from grpo.parts.model.offload import take_back_state
-from grpo.parts.model.optimizer_state import main_weights, number_weights, set_adam_steps, trainable_weights
+from grpo.parts.model.optimizer_state import main_weights, mend_state_index, set_adam_steps, trainable_weights
 from grpo.parts.model.stages import stage_layers
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -385,9 +385,10 @@ def layer_spec(
 def build_optimizer(model: list, train, extra: dict, path: str | None = None):
     """AdamW with fp32 main weights, its state sharded over the replicas (Megatron's distributed optimizer).
 
-    `train`: lr, weight_decay, adam_beta1, adam_beta2, clip_grad; `extra` overrides any field. `path`: the weights'
-    folder. If they are fp32 there and the model is bf16, main weights begin with the fp32 values. If they began with
-    the rounded ones, no bf16 weight would change before its updates add up to half a unit in the last place.
+    `train`: lr, weight_decay, adam_beta1, adam_beta2, clip_grad; `extra` overrides any field. `path`: the folder from
+    which `load_weights` has filled the model. Where it rounded a weight, say from fp32 to bf16, the main weight begins
+    with the folder's value. If it began with the rounded one, the bf16 weight would not change before its updates add
+    up to half a unit in the last place.
     """
     dtype = model[0].config.params_dtype
     settings = dict(
@@ -413,14 +414,14 @@ def build_optimizer(model: list, train, extra: dict, path: str | None = None):
     if config.fp16:
         model[0].config.grad_scale_func = optimizer.scale_loss
     for part in optimizer.chained_optimizers:
-        number_weights(part)
+        mend_state_index(part)
         if torch.cuda.is_available() and isinstance(part.optimizer, torch.optim.Adam):  # not Adam on the host
             for group in part.optimizer.param_groups:
                 group["fused"] = True  # all weights in one kernel
         set_adam_steps(part, 0)  # torch makes the state at the first update; a checkpoint needs it before
-    # Where the folder has the model's dtype, nothing was rounded but adapters, which are drawn in fp32.
-    if path and (model[0].hf_config.dtype is not dtype or named_weights(model, factors=True)):
-        mains = main_weights(model, optimizer)
+
+    if path:  # what was rounded is read again: weights, and adapters, which are drawn in fp32
+        mains = {weight: main for weight, main in main_weights(model, optimizer).items() if weight.is_rounded}
         for weight, shard in read_weights(model, path, chosen=mains):
             place, main = mains[weight]
             main.copy_(shard.flatten()[place])
@@ -467,7 +468,7 @@ def optimizer_step(optimizer, lr: float, offloaded: bool) -> float:
     return norm
 
 
-# ---------------------------------------------------------------- forward, backward, log-probs
+# ---------------------------------------------------------------- forward pass
 
 
 def hidden_states(model, mb) -> torch.Tensor:
@@ -610,8 +611,8 @@ def expert_of(name: str, hf, ep_rank: int) -> str:
     return EXPERT.sub(lambda local: str(ep_rank * experts_per_rank + int(local[0])), name)
 
 
-def row_blocks(join: str, hf) -> tuple[int, list[list[int]]]:
-    """How many groups of heads the rows of a merged weight have, and the rows in a group of each block of each part."""
+def group_rows(join: str, hf) -> tuple[int, list[list[int]]]:
+    """How many groups of heads a merged weight has, and how many rows of each block of each part a group has."""
     if join in ("delta", "conv"):  # q, k and v; z; b; a
         repeat = hf.linear_num_value_heads // hf.linear_num_key_heads
         d, e = hf.linear_key_head_dim, repeat * hf.linear_value_head_dim
@@ -624,7 +625,7 @@ def row_blocks(join: str, hf) -> tuple[int, list[list[int]]]:
 def merge_parts(join: str, parts: list[torch.Tensor], hf) -> torch.Tensor:
     """The full merged tensor of the Hugging Face `parts`; tensor-parallel ranks split it along SPLIT_DIM[join]."""
     if join in BY_HEADS:
-        groups, rows = row_blocks(join, hf)
+        groups, rows = group_rows(join, hf)
         split = (part.split([groups * size for size in sizes]) for part, sizes in zip(parts, rows, strict=True))
         blocks = [block.unflatten(0, (groups, -1)) for part in split for block in part]
         if join == "gated_qkv":  # query and gate of each head → the queries, then the gates
@@ -636,7 +637,7 @@ def merge_parts(join: str, parts: list[torch.Tensor], hf) -> torch.Tensor:
 def split_parts(join: str, whole: torch.Tensor, hf) -> list[torch.Tensor]:
     """Inverse of `merge_parts`: the Hugging Face tensors of a merged one."""
     if join in BY_HEADS:
-        groups, rows = row_blocks(join, hf)
+        groups, rows = group_rows(join, hf)
         blocks = iter(whole.unflatten(0, (groups, -1)).split([*itertools.chain(*rows)], dim=1))
         parts = [[next(blocks).flatten(0, 1) for _ in sizes] for sizes in rows]
         if join == "gated_qkv":
@@ -663,6 +664,7 @@ def load_weights(model: list, path: str) -> None:
     """Fill this rank's shard from the safetensors of `path`, rounded to the model's dtype."""
     for weight, shard in read_weights(model, path):
         weight.data.copy_(shard)
+        weight.is_rounded = torch.promote_types(shard.dtype, weight.dtype) is not weight.dtype  # for build_optimizer
 
 
 def read_weights(
@@ -708,14 +710,14 @@ def hf_weights(
             chunk.start_param_sync(force_sync=True)
 
     hf = model[0].hf_config
-    dtypes = model[0].config.params_dtype, torch.float32
+    params_dtype = model[0].config.params_dtype
     own = named_weights(model, factors)
     shapes = {name: weight.shape for name, weight in own.items()}
     stages = [None] * mpu.get_pipeline_model_parallel_world_size()
     dist.all_gather_object(stages, shapes, group=mpu.get_pipeline_model_parallel_group())
 
-    for stage, names in buckets(stages, hf, bucket_bytes // dtypes[0].itemsize):
-        dtype = dtypes[is_fp32(names[0])]
+    for stage, names in buckets(stages, hf, bucket_bytes // params_dtype.itemsize):
+        dtype = torch.float32 if is_fp32(names[0]) else params_dtype
         bucket_shapes = {name: stages[stage][name] for name in names}
         # Not kept under a name, so that it is gone before the next one is gathered
         yield from read_bucket(gather_bucket(own, bucket_shapes, stage, dtype), bucket_shapes, hf)
@@ -725,30 +727,26 @@ def hf_shards(model: list) -> Iterator[tuple[str, int, torch.Tensor]]:
     """Yield what this rank holds of each weight: (Hugging Face name, number of the shard, tensor), adapters merged.
 
     Ranks that yield the same name and number hold copies. A Megatron weight that joins several Hugging Face weights
-    comes as one tensor, under the first of their names. Two joins come as two tensors, since vLLM may copy the second
-    one to more ranks: keys and values apart from queries, and b and a of linear attention apart from the rest.
+    comes as one tensor, under the first of their names. Queries, keys and values come as two tensors, and so does what
+    goes into linear attention, since vLLM may copy the second one to more ranks: keys and values apart from queries,
+    and b and a apart from the rest.
     """
     hf = model[0].hf_config
     for name, weight in named_weights(model).items():
         join, parts = rule_of(expert_of(name, hf, mpu.get_expert_model_parallel_rank()), hf)
         number = 0 if SPLIT_DIM[join] is None else shard_group(name)[0].rank()
-        held = merged_weight(weight)
+        held = lora.merged_weight(weight)
         if join not in BY_HEADS or len(parts) == 1:
             yield parts[0], number, held
             continue
 
         # Each group of heads has the rows of the first parts, then the rows of the other parts.
-        _, rows = row_blocks(join, hf)
+        _, rows = group_rows(join, hf)
         first = 2 if join == "delta" else 1  # number of the first parts
-        group = sum(map(sum, rows))
-        end = sum(map(sum, rows[:first]))
-        offset = number * len(held) % group  # a shard may begin within a group, where ranks outnumber the groups
-        cuts = []
-        for start in range(-offset, len(held), group):
-            cuts += [max(start + end, 0), max(start + group, 0)]
-        pieces = held.tensor_split(cuts)
-        yield parts[0], number, torch.cat(pieces[::2])
-        yield parts[first], number, torch.cat(pieces[1::2])
+        place = torch.arange(number * len(held), (number + 1) * len(held)) % sum(map(sum, rows))  # in its group
+        is_first = place < sum(map(sum, rows[:first]))
+        for part, chosen in ((parts[0], is_first), (parts[first], ~is_first)):
+            yield part, number, held.index_select(0, to_device(chosen.nonzero().flatten(), held.device))
 
 
 def gather_bucket(
@@ -764,7 +762,7 @@ def gather_bucket(
     flat = torch.empty(group.size(), elements, dtype=dtype, device=device())
 
     if stage == pp_group.rank():
-        local = torch.cat([merged_weight(own[name]).reshape(-1) for name in shapes])
+        local = torch.cat([lora.merged_weight(own[name]).reshape(-1) for name in shapes])
         if len(flat) > 1:
             dist.all_gather(list(flat), local, group=group)
         else:
@@ -773,11 +771,6 @@ def gather_bucket(
     if pp_group.size() > 1:
         dist.broadcast(flat, dist.get_global_rank(pp_group, stage), group=pp_group)
     return flat
-
-
-def merged_weight(weight: torch.nn.Parameter) -> torch.Tensor:
-    """The weight, with its adapter added where it has one."""
-    return lora.merged_weight(weight) if hasattr(weight, "adapter") else weight.detach()
 
 
 def read_bucket(
@@ -810,7 +803,7 @@ def buckets(stages: list[dict], hf, limit: int) -> Iterator[tuple[int, list[str]
     def kind(name: str) -> tuple[int, bool, bool]:
         return owners[name], is_expert(name), is_fp32(name)
 
-    in_order = sorted(owners, key=lambda name: position(name, hf))
+    in_order = sorted(owners, key=lambda name: order_key(name, hf))
     for (stage, *_), names in itertools.groupby(in_order, kind):
         bucket, elements = [], 0
         for name in names:
@@ -824,7 +817,7 @@ def buckets(stages: list[dict], hf, limit: int) -> Iterator[tuple[int, list[str]
         yield stage, bucket
 
 
-def position(name: str, hf) -> tuple[int, bool]:
+def order_key(name: str, hf) -> tuple[int, bool]:
     """Sort key of a Megatron weight: (layer, whether it is an expert's).
 
     The embedding comes first and the head last. Weights that are always fp32 come before all, so that they share
@@ -857,17 +850,20 @@ def copy_weights(model: list, on: str = "gpu") -> list[torch.Tensor]:
 
 
 @contextlib.contextmanager
-def swapped_weights(model: list, weights: list[torch.Tensor] | None) -> Iterable[None]:
+def swapped_weights(model: list, weights: list[torch.Tensor] | None) -> Iterator[None]:
     """Run the model with `weights`, which `copy_weights` gave, inside the block; None keeps its own.
 
     Weights on the host are copied to the GPU for the duration of the block.
     """
+    if weights is None:
+        yield
+        return
+
     parameters = trainable_weights(model)
     own = [parameter.data for parameter in parameters]
-    values = own if weights is None else weights
     try:
-        for parameter, data in zip(parameters, values, strict=True):
-            if weights is not None and data.data_ptr() == parameter.data_ptr() and data.numel():
+        for parameter, data in zip(parameters, weights, strict=True):
+            if data.data_ptr() == parameter.data_ptr() and data.numel():
                 raise TrainingError("the weights of the reference model or teacher are the policy's own memory")
             parameter.data = data.to(parameter.device, non_blocking=True)
         yield

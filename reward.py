@@ -40,10 +40,10 @@ def gsm8k(text: str, answer: str, row: dict, strict: bool = False) -> float:
     return float(final_number(text) == wanted)
 
 
-# 1,234.5 or 1234.5 or .5, with or without an exponent. NUMBER also takes a sign, unless it follows a digit ("10-5" ends
-# in 5), a "$", and a denominator.
+# 1,234.5 or 1234.5 or .5, with or without an exponent. NUMBER also takes a "$", a denominator, and a sign, unless that
+# follows a digit ("10-5" ends in 5) or is a dash: a hyphen before a blank is a sign only where the text begins.
 UNSIGNED = r"(?:(?:\d{1,3}(?:,\d{3})+(?![\d,])|\d+)(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d{1,3}(?!\w))?"
-NUMBER = re.compile(rf"((?:(?<![\d.])[-−]\s?)?\$?\s?{UNSIGNED})(?:/({UNSIGNED}))?")
+NUMBER = re.compile(rf"((?:\A\s*-\s|(?<![\d.])(?:-|−\s?))?(?:\$\s?)?{UNSIGNED})(?:/({UNSIGNED}))?")
 
 
 def final_number(text: str) -> Decimal | None:
@@ -138,11 +138,13 @@ def parse_math(text: str) -> list:
     return parse_latex(expression) if expression else []
 
 
-# Patterns for the letter of a choice, the most certain first. "A" and "I" before a word are words. The quantifiers are
-# possessive (*+): without them a page of blanks takes quadratic time.
+# Patterns for the letter of a choice, the most certain first. "I" before a word is a word, and so is "A", except right
+# after "answer is". The quantifiers are possessive (*+): without them a page of blanks takes quadratic time.
 CHOICES = [
     re.compile(r"\\boxed\{\s*(?:\\(?:text|mathrm|mathbf|textbf)\{)?\s*\(?([A-Ja-j])\)?(?![A-Za-z])"),
-    re.compile(r"(?i:\banswer(?:\s++is)?)[\s:*]*+(?:[Oo]ption\s++)?\(?\s*+(?:([A-HJ])|([a-j])(?=\s*[).*]|\s*$)|(I))\b"),
+    re.compile(
+        r"(?i:\banswer(?:\s++is)?)[\s:*]*+(?:[Oo]ption\s++)?\(?\s*+(?:([A-HJ])|([a-j])(?=\s*[).*]|\s*$)|(I)(?!\s+[a-z]))\b"
+    ),
     re.compile(r"\(([A-Ja-j])\)"),
     re.compile(r"(?<![\w'’])(?:([B-HJ])|([AI])(?!\s+[a-z]))(?![\w'’])"),
 ]
@@ -191,10 +193,19 @@ def matches_format(text: str, answer: str, row: dict, pattern: str = THINK, row_
 
 def length_penalty(text: str, answer: str, row: dict, limit: int, buffer: int = 0, unit: str = "characters") -> float:
     """0 up to `limit` characters or words, then falling linearly to -1 at `limit` + `buffer` (0: another `limit`)."""
-    if unit not in ("characters", "words"):
-        raise ValueError(f"length: unit={unit!r}: must be characters or words")
     count = len(text) if unit == "characters" else len(text.split())
     return -min(1.0, max(0, count - limit) / (buffer or limit))
+
+
+def check_length(limit: int, buffer: int = 0, unit: str = "characters"):
+    """Raises ValueError for options of `length_penalty` that give no number."""
+    if unit not in ("characters", "words"):
+        raise ValueError(f"length: unit={unit!r}: must be characters or words")
+    if (buffer or limit) <= 0:
+        raise ValueError(f"length: limit={limit} and buffer={buffer}: one of them must be above 0")
+
+
+length_penalty.check = check_length
 
 
 REWARDS: dict[str, Callable] = {

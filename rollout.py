@@ -110,7 +110,7 @@ class Engine:
             let_segments_grow()
         else:
             cpu_engine.patch_started(self.llm, shm_prefix, return_routes, self.returns_nuclei)
-        self.return_routes = return_routes
+        self.returns_routes = return_routes
         self.collect = lean.own_loop if return_routes or self.returns_nuclei else lean.choose_loop(self.llm.llm_engine)
         self.requests = {}  # {number of a request: its settings}
         self.sleeps = on_gpu and rollout.vllm.get("enable_sleep_mode", True)
@@ -174,7 +174,7 @@ class Engine:
             private.decode_once(engine)
 
     def steps(self, sampling) -> Iterator[list[tuple[int, list[Completion]]]]:
-        """Yield the (number, answers) of the requests that end in each step of the engine, also if none is left.
+        """Yield, at each step of the engine and without end, the (number, answers) of the requests that end in it.
 
         Between two steps `ask` may add others. All requests have the same `sampling`.
         """
@@ -200,7 +200,7 @@ class Engine:
     def replay_of(self, answer, wants_nuclei: bool) -> dict[str, ndarray]:
         """What the trainer replays of vLLM's answer: its routes [tokens, layers, k], its nuclei with -1 after each."""
         replay = {}
-        if self.return_routes:
+        if self.returns_routes:
             if answer.routed_experts is None:
                 raise RankError("vLLM returned no routes, which algo.replay_routes needs; set it to false")
             replay["routes"] = answer.routed_experts

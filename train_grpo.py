@@ -52,7 +52,7 @@ from config import (
     TrainingError,
     UserError,
 )
-from grpo.parts.base.ranks import device, to_device
+from grpo.parts.base.ranks import device, tell, to_device
 from grpo.parts.base.read_config import override
 from grpo.parts.data.prompts import Prompt, prompt_batch, sampling_seed
 from grpo.parts.model import checkpoint, fp16, head, optimizer_state, routes
@@ -107,7 +107,7 @@ def train(cfg: Config, inputs: launch.Inputs, clock: Clock) -> None:
             numbers, samples, lines = train_step(run, step)
         except StopRequested:  # this step is given up
             finished = step - 1
-            if finished > 0 and finished != run.writer.step:  # the last finished step is not saved yet
+            if finished != run.writer.step:  # the last finished step is not saved yet
                 save(run, finished)
             run.writer.finish()
             log.stopped(finished)
@@ -129,8 +129,7 @@ def build(cfg: Config, inputs: launch.Inputs, clock: Clock) -> Run:
     m, r, t = cfg.model, cfg.rollout, cfg.train
 
     # vLLM measures free memory when it starts, so it comes first. It sleeps until weights are pushed.
-    longest = cfg.data.max_prompt_tokens + max(r.max_new_tokens, cfg.eval.max_new_tokens)
-    engine = Engine(inputs.model_path, m, r, longest, cfg.algo.replay_routes)
+    engine = Engine(inputs.model_path, m, r, cfg.longest_sample, cfg.algo.replay_routes)
     clock.memory.leave_out_engine()
 
     model = bridge.build_model(
@@ -196,8 +195,7 @@ def config_at(cfg: Config, step: int) -> Config:
     if cfg.schedule != ScheduleConfig():
         cfg = override(cfg, schedule.scheduled_values(cfg, step))
     if step < cfg.train.warmup_steps:
-        lr = cfg.train.lr * (step / cfg.train.warmup_steps)
-        cfg = cfg.model_copy(update={"train": cfg.train.model_copy(update={"lr": lr})})
+        cfg = override(cfg, {"train.lr": cfg.train.lr * (step / cfg.train.warmup_steps)})
     return cfg
 
 
@@ -307,8 +305,8 @@ def collect(run: Run, cfg: Config, step: int) -> Collected:
         taken += missing
     run.prompts_taken = taken  # only now: a stop gives up the step, and a resume takes its prompts again
 
-    if len(kept) < r.prompts_per_step and dist.get_rank() == 0:
-        print(f"step {step}: after {rounds} rounds {len(kept)} of {r.prompts_per_step} groups have mixed rewards")
+    if len(kept) < r.prompts_per_step:
+        tell(f"step {step}: after {rounds} rounds {len(kept)} of {r.prompts_per_step} groups have mixed rewards")
     if not kept:  # the last round is trained on: an update with a KL or an entropy bonus still has a gradient
         kept = set(prompts)
     if cfg.algo.overlong_buffer:
@@ -320,7 +318,7 @@ def collect(run: Run, cfg: Config, step: int) -> Collected:
 
 
 def sample_and_grade(
-    run: Run,
+    run: Run | evaluation.Sampler,
     prompts: dict[int, Prompt],
     step: int,
     n: int,
@@ -703,7 +701,7 @@ def forward_step(micro_batches, model, temperature: float, loss_func, read=None)
     log-probs, or what `read` takes from the hidden states.
     """
     mb = next(micro_batches)
-    hidden = bridge.hidden_states(model, mb)  # [T / cp (/ tp under sequence parallelism), 1, h]
+    hidden = bridge.hidden_states(model, mb)  # [C / cp (/ tp under sequence parallelism), 1, h]
     if not bridge.unwrap_model(model).post_process:  # an earlier stage of the pipeline
         return hidden, None
     if read:

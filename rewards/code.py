@@ -62,8 +62,9 @@ FENCED = re.compile(r"(?:^[ \t]*|(?<!`)(?=`{3,}+[ \t]*\n))" + FENCE + r"[^\n`]*\
 def find_program(text: str) -> str | None:
     """The last block that is tagged as Python or, without one, the last that reads as Python statements; else None."""
     text = text.replace("\r\n", "\n")
-    for _, block in reversed(TAGGED.findall(text)):
-        return textwrap.dedent(block)
+    tagged = TAGGED.findall(text)
+    if tagged:
+        return textwrap.dedent(tagged[-1][1])
     for _, block in reversed(FENCED.findall(text)):
         program = textwrap.dedent(block)
         with contextlib.suppress(SyntaxError, ValueError, RecursionError, MemoryError):
@@ -95,11 +96,7 @@ def find_tests(row: dict, answer: str) -> dict:
 
 def read_tests(candidate: Any) -> dict | None:
     """The tests that a row holds, or a JSON text in it. None if there are none."""
-    if isinstance(candidate, str):
-        try:
-            candidate = json.loads(candidate)
-        except ValueError:
-            return None
+    candidate = from_json(candidate)
     if isinstance(candidate, list):
         candidate = {"tests": candidate}
     if not isinstance(candidate, dict):
@@ -117,7 +114,7 @@ def check_row(answer: str, row: dict):
 def cases_of(found: dict) -> list:
     """Each test of a row, or each pair of an input and its output. Raises ValueError."""
     if found.get("tests"):
-        cases = listed(found["tests"])
+        cases = listed(from_json(found["tests"]))
         if not all(isinstance(test, str) for test in cases):
             raise ValueError("a test in `tests` is a text of Python, such as an assert statement")
         return cases
@@ -151,6 +148,13 @@ def count_printed(program: str, cases: list[tuple], partial: bool, **limits) -> 
         elif not partial:
             break
     return passed
+
+
+def from_json(value: Any) -> Any:
+    """The value of a JSON text; anything else as it is."""
+    with contextlib.suppress(TypeError, ValueError):
+        return json.loads(value)
+    return value
 
 
 def listed(value: Any) -> list:
@@ -213,14 +217,11 @@ def call(program: str, name: str, arguments: str | list, wanted: Any) -> Step:
     """
     if isinstance(arguments, str):
         arguments = [json.loads(line) for line in arguments.strip().split("\n")]
-    if isinstance(wanted, str):
-        with contextlib.suppress(ValueError):
-            wanted = json.loads(wanted)
 
     if re.search(r"^class Solution\b", program, re.MULTILINE):
         name = f"Solution().{name}"
     values = ", ".join(map(repr, listed(arguments)))
-    return Step(f"{name}({values})", functools.partial(is_returned, wanted))
+    return Step(f"{name}({values})", functools.partial(is_returned, from_json(wanted)))
 
 
 def is_returned(wanted: Any, value: Any) -> bool:

@@ -112,10 +112,8 @@ def load(path: str, device: str, dtype: str) -> tuple:
         device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(path, truncation_side="left")
-    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     scorer = transformers.AutoModelForSequenceClassification.from_pretrained(
         path, dtype=getattr(torch, dtype), use_safetensors=True
     )
 
-    scorer.config.pad_token_id = tokenizer.pad_token_id
     return scorer.to(device).eval(), tokenizer

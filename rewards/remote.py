@@ -36,7 +36,7 @@ def remote(
         try:
             response = session.post(url, body, timeout=timeout_s, headers=headers)
         except requests.RequestException as error:
-            raise ConnectionError(f"{asked}: {error}, tried {retries + 1} times") from error
+            raise ConnectionError(f"{asked}: {error}, in at most {retries + 1} tries") from error
 
     if not response.ok:
         tries = len(response.raw.retries.history) + 1

@@ -35,7 +35,7 @@ until run "$command" 2>&1 | tee "$root/said"; do
     esac
 done
 
-grep -o '"reward/mean": [0-9.]*' "$root/grpo/outputs/tiny/metrics.jsonl" | tail -n 10 |
+grep -o '"reward/mean": *[0-9.]*' "$root/grpo/outputs/tiny/metrics.jsonl" | tail -n 10 |
     awk '{ sum += $2 } END { print "mean reward of the last ten steps:", sum / NR; exit sum / NR < 0.9 }'
 for package in $(grep apt-get <<<"$followed" | cut -d " " -f 3-); do
     grep -qE "apt-get install [^\`]*\b$package\b" README.md || { echo "error: README.md does not name $package" >&2; exit 1; }

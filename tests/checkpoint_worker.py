@@ -18,6 +18,7 @@ from safetensors import safe_open
 import megatron_bridge as bridge
 from config import LoraConfig, ParallelConfig, TrainConfig
 from grpo.parts.base import ranks
+from grpo.parts.model import lora
 from grpo.parts.model.checkpoint import CheckpointWriter, find_damage, read_state
 from grpo.parts.model.optimizer_state import optimizer_steps, restore, sharded_copies, sharded_state
 
@@ -82,6 +83,7 @@ def main():
             different += [key for key in was if was[key].isnan().any()]
             # One more update after loading: Adam's step counts for it too.
             different += [key for key in wanted if not torch.allclose(wanted[key], weights[key], rtol=1e-5, atol=1e-7)]
+            assert not adapters.rank or all(key.endswith(lora.FACTORS) for key in was), "more than the adapters"
             same_state = read_state(first) == read_state(saved) == {"updates": 3}
             print(f"{name}: {different or ('same' if same_state and len(was) >= 32 else 'state')}", flush=True)
         bridge.mpu.destroy_model_parallel()

@@ -36,7 +36,7 @@ pytest_plugins = ["tests.forks", "tests.step.one_rank"]  # fixtures: fork, build
 
 def pytest_addoption(parser):
     parser.addoption("--museum-page", action="store_true", help="write docs/dev/museum.md after all of tests/museum")
-    parser.addoption("--kills", type=int, default=5, help="runs that tests/faults/test_kills.py kills")
+    parser.addoption("--kills", type=int, default=3, help="runs that tests/faults/test_kills.py kills")
     parser.addoption("--all-starts", action="store_true", help="all healthy runs of tests/faults, not some")
 
 
@@ -48,8 +48,10 @@ def pytest_generate_tests(metafunc):
 
 
 def pytest_itemcollected(item):
-    """Mark the tests on several ranks, beside which `make test` runs the others."""
-    if "fork_server" in item.fixturenames:
+    """Mark the tests on several ranks, beside which `make test` runs the others. Slow ones of tests/faults, which wait
+    most of their time, run with the others."""
+    is_waiting = item.path.parent.name == "faults" and item.get_closest_marker("slow")
+    if "fork_server" in item.fixturenames and not is_waiting:
         item.add_marker(pytest.mark.ranks)
 
 

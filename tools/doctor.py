@@ -150,7 +150,8 @@ def gpus(found: dict) -> Iterator[Row]:
 
     if seen:
         lowest = min(numbers(gpu["capability"]) for gpu in seen)
-        oldest = min((numbers(kernel.removeprefix("sm_"))[0] for kernel in torch["kernels"]), default=0)
+        built = [kernel for kernel in torch["kernels"] if kernel.startswith("sm_")]  # others are PTX
+        oldest = min((numbers(kernel.removeprefix("sm_"))[0] for kernel in built), default=0)
         text = f"{lowest[0]}.{lowest[1]}; torch has kernels from sm_{oldest} on, vLLM runs bf16 from 8.0 on"
         unfit = lowest[0] * 10 + lowest[1] < max(oldest, 80)
         yield row_if(unfit, "compute capability", text, "a GPU of capability 8.0 (A100) or later", STOP)
@@ -176,10 +177,9 @@ def memory_in_use(found: dict) -> Iterator[Row]:
 
 def machine(found: dict) -> Iterator[Row]:
     """Memory, disks, limits, cores; without a GPU also what the CPU computes."""
-    seen, memory, free = found["torch"]["gpus"], found["memory"], found["shared_memory"]["free"]
+    seen, memory, free = found["torch"]["gpus"], found["memory_free"], found["shared_memory"]["free"]
     yield row_if(seen and free < 64 << 20, "/dev/shm", f"{free >> 20} MiB free", SHARED, STOP)
-    text = f"{gib(memory['free'])} of {gib(memory['total'])} free"
-    yield row_if(memory["free"] < 4 << 30, "host memory", text, "two ranks of the demo take about 4 GiB")
+    yield row_if(memory < 4 << 30, "host memory", f"{gib(memory)} free", "two ranks of the demo take about 2 GiB")
 
     for name, disk in found["folders"].items():
         item, remedy = f"{name} {disk['path']}", f"make room, or choose another {name}"

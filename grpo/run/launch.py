@@ -31,7 +31,10 @@ from grpo.run.profiler import Profiler
 def parse_args(argv: list[str], doc: str) -> argparse.Namespace:
     """The options and the overrides. argparse exits by itself: with 2 on an unknown option, with 0 after --version."""
     parser = argparse.ArgumentParser(
-        prog="train_grpo.py", description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="train_grpo.py",
+        description=doc,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     add = parser.add_argument
     add("--config", required=True, help="YAML file, see configs/")
@@ -52,6 +55,8 @@ def parse_args(argv: list[str], doc: str) -> argparse.Namespace:
     args = parser.parse_intermixed_args(argv)
     if args.world_size < 1:
         parser.error(f"--world-size {args.world_size}: there is at least one rank")
+    if not args.dry_run and args.world_size != int(world_size):
+        parser.error(f"--world-size {args.world_size} needs --dry-run; torchrun has started {world_size} rank(s)")
     rank = os.environ.get("RANK", "0")
     if rank not in map(str, range(int(world_size))):  # of a launcher other than torchrun: rank 0 alone speaks later
         parser.error(f"RANK={rank} with WORLD_SIZE={world_size}: must be 0 to {int(world_size) - 1}")
@@ -63,7 +68,12 @@ def check(args) -> Config:
     cfg = load_config(args.config, args.overrides)
     prepare_process(cfg)
     configuration.check_config(cfg, args.world_size)
-    check_output_dir(Path(cfg.output_dir), cfg.resume, configuration.inputs(cfg) | {"--config": [args.config]})
+
+    try:
+        check_output_dir(Path(cfg.output_dir), cfg.resume, configuration.named_files(cfg) | {"--config": [args.config]})
+    except PermissionError as error:
+        message = f"output_dir={cfg.output_dir}: {error.strerror}: {error.filename}; choose one that you may write in"
+        raise UserError(message) from error
     return cfg
 
 
@@ -140,7 +150,10 @@ def explain_failure(error, phase, out: Path):
 
 @contextlib.contextmanager
 def output_dir(cfg, inputs) -> Iterator[Inputs]:
-    """Check machines and ranks, lock the output folder, and give the inputs with the checkpoint to resume from."""
+    """Check machines and ranks, lock the output folder, build and try Megatron's process groups.
+
+    Gives the inputs with the checkpoint to resume from.
+    """
     machines.check_ranks(cfg.model_dump(), "data.train", inputs.prompts.fingerprint)
     machines.check_clocks()
     ranks.on_first_rank(partial(machines.check_first_host, cfg))
@@ -162,7 +175,11 @@ def output_dir(cfg, inputs) -> Iterator[Inputs]:
 
 def exit_code(error: UserError | TrainingError) -> int:
     """Print the error, on the rank that has to, and return the exit code: 2 for a UserError, else 1."""
-    if ranks.is_first_rank() or isinstance(error, RankError):
+    speaks = ranks.is_first_rank() or isinstance(error, RankError)
+    if not dist.is_initialized():  # a machine may lack what the first one has, and only its own ranks know
+        speaks = speaks or os.environ.get("LOCAL_RANK") == "0"
+
+    if speaks:
         ranks.say(f"error: {error}")
     else:
         time.sleep(3)  # torchrun ends every rank as soon as one has exited; let the first one speak

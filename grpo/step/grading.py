@@ -64,8 +64,7 @@ class GradingPool:
         self.submitted: list[Future] = []  # since the last `collect`
         self.closed = False
 
-        settings = {name: getattr(cfg, name) for name in ("custom", "options", "functions", "memory_gb")}
-        self.workers = [Worker(settings) for _ in range(cfg.workers)]
+        self.workers = [Worker(cfg.model_dump()) for _ in range(cfg.workers)]
         self.threads = [threading.Thread(target=self._serve, args=[worker], daemon=True) for worker in self.workers]
         for thread in self.threads:
             thread.start()

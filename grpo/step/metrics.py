@@ -1,6 +1,7 @@
 """What is measured of a step and of an evaluation: the metrics of docs/metrics.md."""
 
 import math
+import re
 
 import numpy as np
 import torch
@@ -95,7 +96,8 @@ def summarize(collected: Collected, reports: list[dict], seconds: dict, batch: B
     numbers |= speed_metrics(collected.samples, reports, hf, cfg, seconds)
 
     # Of capabilities that may be off
-    numbers |= dict.fromkeys(("moe/load", "routes/differ_frac", "routes/missing_frac", "routes/prompt_differ_frac"))
+    names = ("moe/load", "routes/differ_frac", "routes/missing_frac", "routes/prompt_differ_frac", "nucleus/size")
+    numbers |= dict.fromkeys(names)
     if model[0].config.num_moe_experts:
         load = expert_load(model)
         numbers["moe/load"] = max(load)
@@ -201,10 +203,10 @@ def route_metrics(samples, report):
         own = s.trace.replay["routes"][: len(s.prompt_ids)]
         if not np.array_equal(own, first.setdefault(s.group, own)):
             unlike += 1
+    routed = sum(len(s.trace.replay["routes"]) for s in samples)
     return {
         "routes/differ_frac": report_mean("routes_differ", [report], over="routes"),
-        "routes/missing_frac": 1
-        - sum(len(s.trace.replay["routes"]) for s in samples) / sum(s.positions for s in samples),
+        "routes/missing_frac": 1 - routed / sum(s.positions for s in samples),
         "routes/prompt_differ_frac": unlike / len(samples),
     }
 
@@ -254,17 +256,20 @@ def expert_load(model):
 
 # ---------------------------------------------------------------- operations and bytes against seconds
 
-# Part of a GPU's name → its dense rate in bf16 and fp16, 10¹² a second (NVIDIA's data sheets); the first that fits.
+# Words of a GPU's name → its dense rate in bf16 and fp16, 10¹² a second (NVIDIA's data sheets); the first that fits.
 HALF_RATES = {
-    "GB200": 2500, "B200": 2250, "H100 PCIe": 756, "H100 NVL": 835, "H200": 989, "H100": 989, "H800": 989,
-    "H20": 148, "A100": 312, "A800": 312, "A40": 150, "L40S": 362, "L4": 121, "RTX 4090": 165, "RTX 3090": 71,
+    "GB200": 2500, "B200": 2250, "GH200": 989, "H100 PCIe": 756, "H100 NVL": 835, "H200": 989, "H100": 989,
+    "H800": 989, "H20": 148, "A100": 312, "A800": 312, "A40": 150, "L40S": 362, "L40": 181, "L4": 121,
+    "RTX 4090": 165, "RTX 3090": 71,
 }  # fmt: skip
 
 
 def gpu_rate() -> float | None:
-    """Operations a second of this rank's GPU in bf16 or fp16; None for an unknown GPU."""
+    """Operations a second of this rank's GPU in bf16 or fp16; None for an unknown GPU, or a slice of one."""
     name = torch.cuda.get_device_name()
-    return next((rate * 1e12 for part, rate in HALF_RATES.items() if part in name), None)
+    if " MIG " in name:
+        return None
+    return next((rate * 1e12 for words, rate in HALF_RATES.items() if re.search(rf"\b{words}\b", name)), None)
 
 
 def matrix_weights(hf):
@@ -331,7 +336,7 @@ def rewards_by_group(samples: list[Sample]) -> dict[int, list[float]]:
 
 
 def groups_of_equal_rewards(samples: list[Sample]) -> set[int]:
-    """The groups whose answers all have the same reward, and so the advantage 0."""
+    """The groups whose answers all have the same reward. Their group advantage is 0, except by gdpo."""
     return {group for group, rewards in rewards_by_group(samples).items() if min(rewards) == max(rewards)}
 
 

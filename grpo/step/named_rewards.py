@@ -80,16 +80,17 @@ PLACES = {
 def check_call(function: Callable, name):
     """Raises ValueError unless a call with (text, answer, row) gives a reward's parameters what their names say."""
     call = f"the reward {name!r} is called with (text, answer, row)"
-    taken = [p for p in parameters_of(function).values() if p.name not in ("self", "response_ids")][:3]
-    for place, parameter in enumerate(taken):
+    parameters = [p for p in parameters_of(function).values() if p.name != "self"]
+    for place, parameter in enumerate(parameters[:3]):
         if PLACES.get(parameter.name, place) != place:
             given = ("text", "answer", "row")[place]
             raise ValueError(
                 f"{call}, so {parameter.name!r} would get the {given}. Wrap the function, as docs/rewards.md shows for "
                 "those of verl and TRL"
             )
+    ids = {p.name: [] for p in parameters if p.name == "response_ids"}
     try:
-        inspect.Signature(taken).bind("text", "answer", {})
+        inspect.Signature(parameters).bind_partial("text", "answer", {}, **ids)  # options come later
     except TypeError as error:
         raise ValueError(f"{call}: {error}") from None
 

@@ -35,7 +35,7 @@ def to_micro_batches(
 ) -> list[MicroBatch]:
     """This replica's micro-batches of the numbered samples, each of at most `max_tokens` computed positions.
 
-    With `plan_of` they are the rows of that batch, which has the same samples in other lengths.
+    With `plan_of` they are the rows of that batch, which has the same samples in other lengths, and may be longer.
     """
     replicas = bridge.mpu.get_data_parallel_world_size()
     multiple = bridge.token_multiple(cfg.parallel)
@@ -59,18 +59,18 @@ def to_micro_batches(
 def measure_rows(micro_batches: list[MicroBatch], cfg):
     """How well this replica's training micro-batches are used: pack/* and pipeline/bubble of docs/metrics.md."""
     pads = not uses_varlen(device(), bridge.DTYPES[cfg.model.dtype])  # attention pads sequences to the longest
-    positions = computed = real = work = shared_work = padded_work = 0
+    positions = computed = own = work = shared_work = padded_work = 0
     for mb in micro_batches:
         positions += mb.tokens.shape[1]
         computed += mb.width
-        real += mb.width - (mb.tokens.shape[1] - int(mb.lengths.sum()))
+        own += int(mb.lengths.sum())
         shared_S = mb.lengths - mb.queries[: len(mb.lengths)]  # positions of each sample that one before it computes
         work += int((mb.lengths**2).sum())
         shared_work += int((shared_S**2).sum())
         padded_work += sum(count * longest**2 for count, longest in make_buckets(mb.sizes)) if pads else 0
 
     return {
-        "real": real,
+        "real": own - (positions - computed),  # without padding
         "positions": computed,
         "shared": positions - computed,
         "attended": work - shared_work,  # as in plan_bins

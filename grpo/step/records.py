@@ -120,7 +120,7 @@ class Collected:
     samples: list[Sample]  # all, also those of groups that were replaced
     kept: list[Sample]  # of the groups to train on
     rounds: int  # of sampling
-    rank_seconds: list[dict[str, float]]  # of each rank: its seconds by phase when all samples were gathered
+    rank_seconds: list[dict[str, float]]  # of each rank: its seconds by phase before the samples were gathered
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -57,9 +57,7 @@ def reward(text, answer, row):
     return 0.0
 
 if __name__ == "__main__":
-    import ctypes, torch, train_grpo
-    if where == "train":
-        train_grpo.bridge.optimizer_step = lambda *_: torch.distributed.recv(torch.ones(1), 0)  # which is not sent
+    import ctypes, train_grpo
     if where == "rollout":
         from vllm.v1.engine.llm_engine import LLMEngine
         lock, mutex = ctypes.PyDLL(None).pthread_mutex_lock, ctypes.create_string_buffer(64)
@@ -70,9 +68,9 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("phase, line", [("reward", "in collect"), ("train", "in recv"), ("rollout", "<lambda>")])
+@pytest.mark.parametrize("phase, line", [("reward", "in collect"), ("rollout", "<lambda>")])
 def test_a_run_of_two_ranks_one_of_which_hangs(start, tmp_path, phase, line):
-    """In a reward, in a collective, and in vLLM without a chance to answer."""
+    """In a reward, and in vLLM without a chance to answer; the other one in a collective."""
     script = tmp_path / "hang.py"
     script.write_text(HANG)
     keys = (f"reward.custom={script}:reward", "reward.timeout_s=900", "train.stall_timeout_s=20")  # building takes less

@@ -5,8 +5,6 @@ import pytest
 import train_grpo
 from config import TrainingError
 from grpo.parts.base.read_config import override
-from grpo.parts.data import prompts
-from tests.conftest import refused, tiny_config
 from tests.museum import runs
 from tests.museum.exhibits import EXHIBITS
 from tests.museum.forks import FORKS
@@ -27,20 +25,6 @@ def test_a_reference_that_moves_is_found(build):
         train_grpo.train_step(run, 2)
     run.cfg = override(run.cfg, {"algo.moving_reference": True})
     train_grpo.train_step(run, 2)
-
-
-OPENINGS = {  # text of a prompt → what is refused
-    "+12=": None,
-    "12": r"a prompt begins with '1', not with the chat template's opening '\+'",
-}
-
-
-def test_a_template_that_was_not_applied_is_refused(tokenizer):
-    tokenizer.chat_template = "+{{ messages[0]['content'] }}="
-    for text, error in OPENINGS.items():
-        prompt = prompts.Prompt(tokenizer(text)["input_ids"], "", "", {"prompt": text})
-        with refused(ValueError, error):
-            prompts.check_opening(prompt, tiny_config("data.chat_template=true").data, tokenizer)
 
 
 @pytest.fixture(scope="module")

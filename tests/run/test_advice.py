@@ -114,6 +114,7 @@ def test_a_source_is_told_alone_and_the_cause_names_the_key():
         ([{}] * 9 + [all_equal(0.25)] * 60, {}, 60),  # collapsed
         ([{"reward/mean": 0.1}] * 9 + [{"reward/mean": 0.9, **SKIPPED}] * 60, {}, 0),  # converged
         ([{}] + [{**all_equal(0.0), "update/applied": 1}] * 60, {"algo__kl_coef": 0.01}, 0),  # the KL leads back
+        ([{**SKIPPED, "update/applied": 1}] * 60, {"algo__kl_coef": 0.01, "algo__teacher_kl": "reverse"}, 0),
     ],
 )  # fmt: skip
 def test_steps_that_learn_nothing(steps, keys, idle):

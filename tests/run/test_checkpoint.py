@@ -135,6 +135,15 @@ def test_damage_is_found_and_the_one_before_is_taken(world, tmp_path, harm, mess
         assert (tmp_path / "step_000001").exists()
 
 
+def test_an_abandoned_checkpoint_is_resumed_from(world, tmp_path):
+    for step in (1, 2, 3):
+        saved(tmp_path, step, "weight")
+    first = checkpoint.find_checkpoint(str(tmp_path / "step_000001"), tmp_path)
+    assert first.name == "step_000001" and list_checkpoints(tmp_path) == [first]
+    second = checkpoint.find_checkpoint(str(tmp_path / "step_000002.abandoned"), tmp_path)
+    assert second.name == "step_000002.abandoned" and list_checkpoints(tmp_path) == [first]
+
+
 def test_what_a_resumed_run_must_share(world, tmp_path, capsys):
     now = {"data": {"train": "a.jsonl"}, "train": {"steps": 9, "lr": 2.0}}
     data = {"rows": "abc", "columns besides the prompt": "1", "token ids": "2"}

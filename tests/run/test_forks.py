@@ -200,7 +200,7 @@ def test_a_run_with_past_weights_goes_on_with_the_same_bits_and_on_another_layou
     for (kind, step), folder in sampled_with.items():
         model, weights = Model(folder), read_weights(folder, "fp32", tied=True)
         for row in straight.rollouts(step, kind):
-            ((logp, *_),) = model.answers_logp(weights, [row["prompt_ids"]], [row["response_ids"]], 1.0)
+            (logp,) = model.answers_logp(weights, [row["prompt_ids"]], [row["response_ids"]], 1.0)
             assert (logp - torch.tensor(row["rollout_logp"])).abs().max() < 1e-4, (kind, step)
 
     steps = [line for line in straight.metrics if line["step"] > 0]  # the first line is an evaluation alone

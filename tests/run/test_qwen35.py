@@ -11,16 +11,14 @@ from safetensors.torch import load_file, save_file
 from oracle.repeat import repeat
 from oracle.run import read_run
 from tests.conftest import tiny_model
+from tests.museum.runs import LINEAR
 
 pytestmark = pytest.mark.slow
-LINEAR = {
-    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
-}  # fmt: skip
 
 
 def publish(folder, arch):
     """A folder with weights for images and multi-token prediction, in bf16, experts as one tensor; its tensors."""
-    tiny_model(folder, arch, hidden=128, ffn=2, **LINEAR)
+    tiny_model(folder, arch, **LINEAR)
     held = load_file(folder / "model.safetensors").items()
     weights = {name: w if name.endswith(("A_log", "linear_attn.norm.weight")) else w.bfloat16() for name, w in held}
 

@@ -16,6 +16,7 @@ from grpo.parts.model import fp16
 from grpo.parts.model.offload import state_shards
 from grpo.parts.model.optimizer_state import optimizer_steps, restore, sharded_state
 from tests.conftest import REPO, tiny_model, wrap
+from tests.layout_worker import equal
 from tests.oracle.layouts import FULL
 from tests.step.one_rank import EQUAL, PlainEngine, weights
 
@@ -81,10 +82,10 @@ def test_updates_that_are_no_numbers_are_skipped(build, monkeypatch, capsys):
     with monkeypatch.context() as broken:
         wrap(broken, train_grpo, "group_advantages", with_nan)
         metrics, *_ = train_grpo.train_step(run, 1)
-    assert metrics["update/skipped"] == 1 and all(torch.equal(before[n], w) for n, w in weights(run).items())
+    assert metrics["update/skipped"] == 1 and equal(before, weights(run))
     assert "1 in a row, the run stops at train.max_skipped=2" in capsys.readouterr().out
     metrics, *_ = train_grpo.train_step(run, 2)
-    assert metrics["update/skipped"] == 0 and any(not torch.equal(before[n], w) for n, w in weights(run).items())
+    assert metrics["update/skipped"] == 0 and not equal(before, weights(run))
     wrap(monkeypatch, train_grpo, "group_advantages", with_nan)
     train_grpo.train_step(run, 3)
     with pytest.raises(TrainingError, match=r"2 in a row, the run stops at train\.max_skipped=2"):
@@ -101,7 +102,7 @@ def test_an_overflow_skips_the_update_and_halves_the_loss_scale(build, capsys):
         before = weights(run)
         metrics, *_ = train_grpo.train_step(run, step)
         scales.append(metrics["loss_scale"])
-        moved = any(not torch.equal(before[name], weight) for name, weight in weights(run).items())
+        moved = not equal(before, weights(run))
         assert moved == (metrics["update/overflow"] == 0) == (metrics["update/skipped"] == 0)
         if moved:
             break
@@ -113,6 +114,14 @@ def test_an_overflow_skips_the_update_and_halves_the_loss_scale(build, capsys):
     assert (state["scale"], state["growth_tracker"]) == (scales[-1], 1)
     fp16.set_scaler_state(run.optimizer, {**state, "scale": 4.0})
     assert fp16.scaler_state(run.optimizer) == {**state, "scale": 4.0} and fp16.loss_scale(run.optimizer) == 4
+
+
+def test_with_hysteresis_a_later_overflow_halves_the_loss_scale(build, capsys):
+    run = build(*FP16, "megatron.initial_loss_scale=1048576", "megatron.hysteresis=2")
+    for step in (1, 2):
+        assert train_grpo.train_step(run, step)[0]["update/overflow"] == 1
+    text = capsys.readouterr().out
+    assert "loss scale 1.04858e+06 → 1.04858e+06" in text and "loss scale 1.04858e+06 → 524288" in text
 
 
 @pytest.mark.parametrize(
@@ -166,8 +175,7 @@ def test_what_leaves_while_vllm_samples_comes_back_the_same(repeatable, build):
     assert all(loss[2] > 0 for loss in losses) and len(saved) > 20
     for other in ("grads", "optimizer"):
         assert found[other][0] == losses
-        assert all(torch.equal(found[other][1][name], weight) for name, weight in trained.items())
-        assert all(torch.equal(found[other][2][key], values) for key, values in saved.items())
+        assert equal(found[other][1], trained) and equal(found[other][2], saved)
 
     # A resume reads the same.
     train_grpo.save(run, 2)
@@ -177,8 +185,7 @@ def test_what_leaves_while_vllm_samples_comes_back_the_same(repeatable, build):
     restore(checkpoint, run.model, run.optimizer)
     train_grpo.push_weights(run)
     read = sharded_state(run.model, run.optimizer, loading=False)
-    assert all(torch.equal(read[key].data, values) for key, values in saved.items())
-    assert all(torch.equal(trained[name], weight) for name, weight in weights(run).items())
+    assert equal({key: part.data for key, part in read.items()}, saved) and equal(trained, weights(run))
 
 
 @pytest.mark.parametrize("entropy_coef", [0.0, 0.1])
@@ -189,7 +196,7 @@ def test_a_step_without_a_gradient_changes_nothing_and_says_so(build, capsys, en
     metrics, samples, _ = train_grpo.train_step(run, 1)
     assert metrics["groups/zero_std_frac"] == 1 and metrics["groups/rounds"] == 2 and len(samples) == 32
     assert metrics["logp_gap/max"] < 1e-5 and run.guard.skipped == 0  # the update was computed, and nothing is NaN
-    moved = not all(torch.equal(before[name], weight) for name, weight in weights(run).items())
+    moved = not equal(before, weights(run))
     said = "no gradient (equal rewards in every group" in capsys.readouterr().out
     found = (metrics["grad_norm"] > 0, metrics["update/skipped"], optimizer_steps(run.optimizer), moved, said)
     assert found == ((True, 0, 1, True, False) if entropy_coef else (False, 1, 0, False, True))

@@ -6,18 +6,17 @@ import json
 import make_tiny
 import numpy as np
 import pytest
-import torch
 
 import megatron_bridge as bridge
 import train_grpo
 from config import DataConfig, UserError
-from grpo.parts.base.read_config import override
 from grpo.parts.data.prompts import load_prompts
 from grpo.run import launch
 from grpo.run.preflight import configuration
 from grpo.step.teacher import with_teacher_prompts
 from rollout import Trace
 from tests.conftest import tiny_config, tiny_model, write_rows
+from tests.layout_worker import equal
 from tests.step.one_rank import weights
 
 
@@ -97,25 +96,10 @@ def test_a_teacher_has_no_gradients_and_changes_no_bit_of_what_it_does_not_teach
 
     assert all(weight.numel() == 0 for weight in chunk.parameters())  # on the host: between its passes nothing is left
     for taught in trained[1:]:
-        assert all(torch.equal(taught[name], weight) for name, weight in trained[0].items())
+        assert equal(taught, trained[0])
     for plain, on_gpu, on_host in zip(*numbers, strict=True):
         assert plain["loss/total"] == on_gpu["loss/total"] == on_host["loss/total"]
         assert plain["kl/teacher"] is None and on_gpu["kl/teacher"] == on_host["kl/teacher"] != 0
-
-
-def test_the_sampled_token_estimates_the_reverse_kl(build, larger):
-    """The mean of log(policy / teacher) over the tokens of a step is its exact value, within 3 standard errors."""
-    keys = (f"algo.teacher={larger}", "train.lr=0", "rollout.prompts_per_step=8", "rollout.group_size=32")
-    run = build(*keys, "algo.teacher_kl=reverse")
-    numbers, samples, _ = train_grpo.train_step(run, 1)
-
-    sampled = override(run.cfg, {"algo.teacher_kl": "sampled"})
-    batch = train_grpo.with_logprobs(run, samples, train_grpo.flatten(samples), sampled, several_updates=False)
-    estimates = (batch.old_logp - batch.teacher_logp)[batch.mask]
-    error = estimates.std().item() / len(estimates) ** 0.5
-    assert len(estimates) > 800 and error < 0.1 * numbers["kl/teacher"]
-    assert abs(estimates.mean().item() - numbers["kl/teacher"]) < 3 * error
-    assert numbers["entropy/teacher"] > 0 and numbers["entropy/teacher"] != numbers["entropy"]
 
 
 def test_who_may_teach(larger, tiny, tmp_path, offline):

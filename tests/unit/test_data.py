@@ -14,10 +14,11 @@ import pyarrow.parquet
 import pytest
 import tokenizers
 import transformers
+from make_smollm2 import addition_rows
 from torch.utils.data import ConcatDataset
 
 from config import DataConfig, RankError
-from grpo.parts.data.prompts import check_reading, load_prompts, load_tokenizer
+from grpo.parts.data.prompts import Prompt, check_opening, check_reading, load_prompts, load_tokenizer
 from grpo.parts.data.tables import find_sources
 from grpo.run.inputs import first_day
 from tests.conftest import refused, tiny_config, write_rows
@@ -222,6 +223,20 @@ def test_every_prompt_is_looked_at_for_a_template(template, text, chat):
         return
     with pytest.raises(ValueError, match=r"a\.jsonl, row 2: 'prompt' begins as the chat template does"):
         load_prompts(cfg, tokenizer, 300)
+
+
+OPENINGS = {  # text of a prompt → what is refused
+    "+12=": None,
+    "12": r"a prompt begins with '1', not with the chat template's opening '\+'",
+}
+
+
+def test_a_template_that_was_not_applied_is_refused(tokenizer):
+    tokenizer.chat_template = "+{{ messages[0]['content'] }}="
+    for text, error in OPENINGS.items():
+        prompt = Prompt(tokenizer(text)["input_ids"], "", "", {"prompt": text})
+        with refused(ValueError, error):
+            check_opening(prompt, DataConfig(train="no", chat_template=True), tokenizer)
 
 
 def test_a_text_that_brings_the_tokenizers_first_token_is_refused(load, tokenizer):
@@ -618,3 +633,8 @@ def test_unknown_column(load, options, message):
     write("verl.parquet", VERL)
     with pytest.raises(ValueError, match=message):
         load("verl.parquet", **{**VERL_KEYS, **options})
+
+
+def test_no_sum_that_make_llm_asks_for_was_trained_on():
+    trained, asked = ({frozenset(re.findall(r"\d+", row["prompt"])) for row in rows} for rows in addition_rows())
+    assert len(asked) > 30 and not trained & asked

@@ -40,7 +40,7 @@ SOUND = {
     "build_tools": {"C compiler": "/usr/bin/gcc", "Python.h": "/usr/include/python3.11/Python.h"},
     "missing_libraries": None,
     "shared_memory": {"path": "/dev/shm", **DISK}, "folders": {"output_dir": {"path": "outputs", **DISK}},
-    "memory": {"total": 2 << 40, "free": 1 << 40}, "cores": 104, "open_files": 1 << 20, "locked_memory": None,
+    "memory_free": 1 << 40, "cores": 104, "open_files": 1 << 20, "locked_memory": None,
     "infiniband": ["mlx5_0"], "environment": {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, "vllm_share": 0.6,
 }  # fmt: skip
 UNSEEN = {"torch.gpus": []}

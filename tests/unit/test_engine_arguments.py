@@ -114,7 +114,8 @@ HEAD = 2 * 2 * 32  # numbers of a token in two layers, its key and its value, in
 @pytest.mark.parametrize(
     "dtype, tp, longest, most, size",
     [("float32", 1, 8, None, 256 * 2 * 128 * 2 * HEAD * 4), ("bfloat16", 2, 128, None, 512 * 3 * 128 * HEAD * 2),
-     ("float32", 4, 8, 300, 300 * 2 * 128 * HEAD * 4), ("float32", 1, 100_000, None, 2**30)],
+     ("float32", 4, 8, 300, 300 * 2 * 128 * HEAD * 4), ("float32", 1, 100_000, None, 2**30),
+     ("float32", 1, 2_000_000, None, (2_000_000 // 128 + 2) * 128 * 2 * HEAD * 4)],
 )  # fmt: skip
 def test_a_cpu_has_a_kv_cache_for_all_sequences(tiny, dtype, tp, longest, most, size):
     """Of two key-value heads each rank has one with tp 2, and with tp 4 too. A block has 128 tokens."""

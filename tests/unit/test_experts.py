@@ -2,8 +2,11 @@
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 import megatron_bridge as bridge
+from grpo.parts.model import lora
 from grpo.parts.model.experts import GroupedLinear
 from tests.conftest import build_model, tiny_config
 from tests.oracle.layouts import make_plan
@@ -26,6 +29,20 @@ def test_a_grouped_product_is_that_of_each_expert(dtype, tokens_E):
     found, expected = (torch.autograd.grad(out, [x_D, *weights], grad_D) for out in (out_D, expected_D))
     torch.testing.assert_close(found, expected, **close)
     assert not any(grad.any() for grad, tokens in zip(found[1:], tokens_E, strict=True) if tokens == 0)
+
+
+def test_adapters_of_experts_that_are_one_tensor_in_the_folder(tmp_path):
+    """As of published Qwen3.5-MoE: each expert's factors have the shape of its own weight."""
+    name = "model.layers.0.mlp.experts"
+    save_file({f"{name}.gate_up_proj": torch.ones(4, 16, 8), f"{name}.down_proj": torch.ones(4, 8, 8)}, tmp_path / "e")
+    opened = {}
+    with safe_open(tmp_path / "e", "pt") as file:
+        for part in ("gate", "up", "down"):
+            opened[f"{name}.3.{part}_proj.weight"] = file
+            factor = lora.read_part(f"{name}.3.{part}_proj.lora_A.weight", opened, (2, 8))
+            assert factor.shape == (2, 8) and factor.any()
+            factor = lora.read_part(f"{name}.3.{part}_proj.lora_B.weight", opened, (8, 2))
+            assert factor.shape == (8, 2) and not factor.any()
 
 
 def test_what_waits_for_weights_is_called_before_they_are_read(world, tmp_path):

@@ -67,6 +67,13 @@ def test_an_earlier_run_is_moved_aside(tmp_path, capsys):
     open_output_dir(out, "seed: 3\n", "auto", 0)
     assert (out / "config.yaml").read_text() == "seed: 3\n" and len(list(tmp_path.iterdir())) == 3
     assert not list((out / "checkpoints").iterdir())
+
+    # A branch continues in the folder of its checkpoint alone.
+    open_output_dir(out, "seed: 4\n", str(out / "checkpoints/step_000005"), 5)
+    assert len(list(tmp_path.iterdir())) == 3
+    open_output_dir(out, "seed: 5\n", str(tmp_path / "out.1/checkpoints/step_000005"), 5)
+    assert (tmp_path / "out.3/config.yaml").read_text() == "seed: 4\n"
+
     (out / "metrics.jsonl").write_text("no JSON\n")
     with pytest.raises(UserError, match=r"output_dir=.*out: Expecting value"):
         open_output_dir(out, "seed: 3\n", "auto", 2)

@@ -47,11 +47,16 @@ def exact(hidden, weight, targets, grad_logp, grad_entropy, is_out=None):
     return [*results, *torch.autograd.grad(results, (hidden, weight), (grad_logp.double(), grad_entropy.double()))]
 
 
-def nuclei_of(targets):
-    """1 to V ids for each target, which is one of them, -1 after each; and which of all are not among them, [M, V]."""
+def cut(targets, is_cut):
+    """(where the head cuts, which of all ids are out [M, V]); None and None without a cut. 1 to V ids are left to each
+    target, which is one of them."""
+    if not is_cut:
+        return None, None
     is_out = torch.rand(len(targets), V) < torch.linspace(0, 1, len(targets))[:, None]
     is_out = is_out.scatter(1, targets.cpu()[:, None], False)
-    return [i for out in is_out for i in (*(~out).nonzero()[:, 0].tolist(), -1)], is_out.to(ON)
+    nuclei = [i for out in is_out for i in (*(~out).nonzero()[:, 0].tolist(), -1)]
+    row = SimpleNamespace(replay={"nuclei": nucleus.Nuclei([np.array(nuclei, "i4")])}, tokens=targets)
+    return nucleus.places(row, np.ones(len(targets), bool), 0, V, CHUNK), is_out.to(ON)
 
 
 @pytest.mark.parametrize("rows, is_cut", [(M, False), (0, False), (M, True), (0, True)])
@@ -63,9 +68,7 @@ def test_the_head_is_that_of_float64(world, monkeypatch, dtype, logits, fused, r
     hidden, weight, targets, *grads = inputs(dtype, rows)
     own = (hidden.clone().requires_grad_(), weight.clone().requires_grad_())
     own[1].main_grad = torch.ones(weight.shape, device=ON)
-    nuclei, is_out = nuclei_of(targets) if is_cut else ([], None)
-    row = SimpleNamespace(replay={"nuclei": nucleus.Nuclei([np.array(nuclei, "i4")])}, tokens=targets)
-    cuts = nucleus.places(row, np.ones(rows, bool), 0, V, CHUNK) if is_cut else None
+    cuts, is_out = cut(targets, is_cut)
 
     results = head.HeadLogp.apply(*own, targets, TEMPERATURE, True, logits, fused, cuts)
     grad_hidden, grad_weight = torch.autograd.grad(results, own, grads, retain_graph=not fused)
@@ -95,9 +98,7 @@ def test_a_divergence_is_that_of_float64(world, monkeypatch, kind, top_k, rows, 
     hidden, weight, targets, *grads = inputs(torch.float32, rows)
     grads.append(torch.randn(rows))
     of_other = torch.randn(rows, 2 * H), torch.randn(V, 2 * H) * 0.3
-    nuclei, is_out = nuclei_of(targets) if is_cut else ([], None)
-    row = SimpleNamespace(replay={"nuclei": nucleus.Nuclei([np.array(nuclei, "i4")])}, tokens=targets)
-    cuts = nucleus.places(row, np.ones(rows, bool), 0, V, CHUNK) if is_cut else None
+    cuts, is_out = cut(targets, is_cut)
 
     own = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
     other = OtherModel(*of_other, matches=False, kind=kind, beta=0.3, top_k=top_k)

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 
 import psutil
 import pytest
@@ -185,6 +186,33 @@ def test_forged_values_earn_nothing(nothing_left, tests, right, forgeries):
     good, *outcomes = grade_with("code", jobs, workers=2, options=PATIENT)
     assert good == Outcome({"reward": 1.0})
     assert [what for what, outcome in zip(forgeries, outcomes, strict=True) if outcome.parts != {"reward": 0.0}] == []
+
+
+OWNED = """
+import fcntl, os, socket
+def f(pid):
+    read, write = os.pipe()
+    for owner, setting in ((fcntl.F_SETOWN, pid), (10, 9)):  # F_SETSIG, SIGKILL
+        try:
+            fcntl.fcntl(read, owner, setting)
+        except OSError:
+            pass
+    fcntl.fcntl(read, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
+    os.write(write, b"x")
+    here, there = socket.socketpair()
+    fcntl.ioctl(here, 0x8901, pid.to_bytes(4, "little"))  # FIOSETOWN
+"""
+
+
+def test_a_file_signals_no_process(nothing_left):
+    """Also where Landlock, which refuses it on Linux 6.12, is off."""
+    victim = subprocess.Popen(["sleep", "30"])
+    row = {"tests": [f"f({victim.pid})"]}
+    (outcome,) = grade_with("code", [("s", fenced(OWNED), "", row)], options={"code": {"allow_writes": True}})
+    time.sleep(0.2)
+    assert outcome == Outcome({"reward": 0.0}) and victim.poll() is None
+    victim.kill()
+    victim.wait()
 
 
 KEEPS_FILES = "(tempfile.mkdtemp(), time.sleep(1000))"

@@ -19,6 +19,7 @@ from grpo.run.preflight import configuration, run_plan
 from tests.conftest import REPO, refused, tiny_config, tiny_model
 from tests.fork_server import free_port
 from tests.museum import Exhibit
+from tests.museum.runs import planted
 from tests.oracle.layouts import FULL
 
 CONFIG = str(REPO / "configs/tiny.yaml")
@@ -206,9 +207,12 @@ def test_a_mistake_ends_with_2_and_a_failure_with_1(command, monkeypatch):
     code, text = command()
     assert code == 2 and text.startswith("error: start with torchrun "), text  # before model and data are read
     monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(launch.time, "sleep", lambda seconds: None)
     assert failed(UserError("known to all")) == (2, "")
+    monkeypatch.setenv("LOCAL_RANK", "0")  # of a second machine, which may lack a file of the first
+    assert failed(UserError("known to this machine")) == (2, "error: known to this machine\n")
     assert failed(RankError("known to me")) == (1, "error: known to me\n")
 
 
@@ -232,16 +236,14 @@ SLIPS = {  # what is said → function of the script, piece of its source, what 
 
 
 @pytest.mark.parametrize("message", SLIPS)
-def test_a_slip_of_a_fork_is_told_with_its_line(monkeypatch, message):
+def test_a_slip_of_a_fork_is_told_with_its_line(message):
     function, before, after = SLIPS[message]
     exhibit = Exhibit("", "", f"train_grpo:{function}", before, after)
-    monkeypatch.setattr(exhibit.find(), "__code__", exhibit.compile())
-    with pytest.raises(UserError, match=message):
+    with planted(exhibit), pytest.raises(UserError, match=message):
         train_grpo.rehearse(tiny_config())
 
 
-def test_random_numbers_in_a_loss_are_no_slip(monkeypatch):
+def test_random_numbers_in_a_loss_are_no_slip():
     noisy = "return loss + torch.randn(()), denominator"
-    exhibit = Exhibit("", "", "train_grpo:grpo_loss", "return loss, denominator", noisy)
-    monkeypatch.setattr(exhibit.find(), "__code__", exhibit.compile())
-    train_grpo.rehearse(tiny_config())
+    with planted(Exhibit("", "", "train_grpo:grpo_loss", "return loss, denominator", noisy)):
+        train_grpo.rehearse(tiny_config())

@@ -16,15 +16,6 @@ from tests.conftest import tiny_config
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """As a rank has it, whatever the tests before have set."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def normal(*shape, dtype=torch.float32, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
@@ -73,6 +64,7 @@ def test_a_query_attends_to_the_same_bits_alone_and_among_others(dtype, window):
     [
         (["rollout.tp=2"], "rollout.tp=2 and parallel.tp=1"),
         (["algo.correction=tis"], "algo.correction=tis"),
+        (["algo.replay_routes=true", "train.updates_per_step=2"], "algo.replay_routes keeps a step's routes"),
         (["rollout.vllm.quantization=fp8"], "rollout.vllm.quantization=fp8"),
         (["megatron.hidden_dropout=0.1"], "megatron.hidden_dropout=0.1"),
         (["rollout.max_logp_gap=inf"], "rollout.max_logp_gap=inf"),
@@ -85,12 +77,13 @@ def test_what_stands_against_equal_bits_is_named_by_its_key(tiny, overrides, say
 
 
 @pytest.mark.usefixtures("equal_bits_here")
-def test_they_are_on_by_default_and_make_vllms_log_probs_the_old_ones(tiny, monkeypatch):
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+def test_they_are_on_by_default_and_make_vllms_log_probs_the_old_ones(tiny):
     cfg = equal_bits.resolve(tiny_config(f"model.path={tiny}/model"))
     assert cfg.model.match_engine is True and cfg.algo.old_logp == "rollout"
     off = equal_bits.resolve(tiny_config(f"model.path={tiny}/model", "rollout.tp=2"))
     assert off.model.match_engine is False and off.algo.old_logp == "trainer"
+    evaluated = equal_bits.resolve(tiny_config(f"model.path={tiny}/model", "rollout.tp=2", "data.train=[]"))
+    assert evaluated.model.match_engine is True
 
 
 @pytest.mark.usefixtures("equal_bits_here")

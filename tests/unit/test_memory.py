@@ -6,7 +6,7 @@ There is no GPU here: what GPUs say is made up, in the words of torch 2.13 and v
 import pytest
 import torch
 
-from grpo.parts.base import memory
+from grpo.parts.base import processes
 from grpo.run import clock
 from grpo.run.preflight import costs, explain, machines
 from tests.conftest import tiny_config
@@ -82,10 +82,10 @@ def test_limits_of_a_container_or_job_count(tmp_path):
     (tmp_path / "job/memory.max").write_text(f"{10 * MB}\n")
     (tmp_path / "job/memory.current").write_text(f"{8 * MB}\n")
     (tmp_path / "job/memory.stat").write_text(f"anon 1\ninactive_file {3 * MB}\n")
-    assert memory.host_free_bytes(tmp_path, tmp_path / "own") == 5 * MB
+    assert processes.host_free_bytes(tmp_path, tmp_path / "own") == 5 * MB
     (tmp_path / "job/memory.current").write_text(f"{80 * MB}\n")
-    assert memory.host_free_bytes(tmp_path, tmp_path / "own") == 0
-    assert memory.host_free_bytes(tmp_path, tmp_path / "none") > 5 * MB
+    assert processes.host_free_bytes(tmp_path, tmp_path / "own") == 0
+    assert processes.host_free_bytes(tmp_path, tmp_path / "none") > 5 * MB
 
 
 def test_host_memory_is_looked_at_before_the_build(monkeypatch, capfd):
@@ -105,7 +105,7 @@ def test_host_memory_is_looked_at_before_the_build(monkeypatch, capfd):
     monkeypatch.setattr(machines.dist, "get_world_size", lambda: 8)
     monkeypatch.setattr(machines.hf_folder, "count_weights", lambda path: 7 * 10**9)
     monkeypatch.setattr(costs, "host_bytes", lambda *_: int(needed))
-    monkeypatch.setattr(memory, "host_free_bytes", lambda: 64e9)
+    monkeypatch.setattr(processes, "host_free_bytes", lambda: 64e9)
     cfg = tiny_config(*options)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     machines.check_host_memory(cfg)

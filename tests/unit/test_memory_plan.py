@@ -28,7 +28,7 @@ QWEN = str(REPO / "configs/qwen7b.yaml")
 OFFLOAD = "megatron.optimizer_cpu_offload=true"
 PRECISE = "megatron.use_precision_aware_optimizer=true"
 
-# fp32, on 9 layouts in `make test` and on all of them in `make test-all`: tests/oracle/test_layouts.py
+# fp32, on 7 layouts in `make test` and on all of them in `make test-all`: tests/oracle/test_layouts.py
 
 BF16 = {
     "gpu": [], "host": [OFFLOAD], "precise": [OFFLOAD, PRECISE], "buckets": ["megatron.bucket_size=20000"],
@@ -199,7 +199,7 @@ def test_states_of_linear_attention_in_vllms_cache(tmp_path):
     token, state = 2 * 4 * 256 * 2, 3 * (2 * 2048 + 4096) * 2 + 32 * 128 * 128 * 4  # bytes of one layer
     block = 8 * 528 * token  # of the layers with attention
     assert 527 * token - 16 * token < state <= 528 * token
-    weights = plan.count_weights(str(folder))
+    weights = plan.count_by_config(str(folder))
     found = plan.plan_sampling(read_config(folder), cfg, weights, 80 * plan.GB, 512)
     assert found.sequences == found.cache // block // 5  # 1,024 tokens take two blocks, states of 24 layers three
     assert plan.report(cfg, 1, 80) is None

@@ -17,7 +17,7 @@ def test_the_output_folder_and_its_disk(tiny, tmp_path, monkeypatch):
     machines.check_first_host(cfg)
     assert not list(tmp_path.iterdir())
     monkeypatch.setattr(machines.costs, "disk_bytes", lambda cfg, weights: 2**60)
-    with pytest.raises(UserError, match=r"output_dir=.*not/yet: .*train.save_every\) or .*train.keep_last"):
+    with pytest.raises(UserError, match=r"output_dir=.*not/yet: .*a checkpoint and an export take"):
         machines.check_first_host(cfg)
     with pytest.raises(UserError, match=r"output_dir=/proc/out: cannot write in /proc "):
         machines.check_writable(Path("/proc/out"))

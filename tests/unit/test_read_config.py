@@ -43,7 +43,9 @@ def test_overrides_lie_over_a_file_over_its_base(file):
     assert (cfg.train.lr, cfg.train.steps, cfg.seed) == (3e-5, 7, 10)
     assert cfg.rollout.vllm == {"a": {"b": {"c": 1}}}
     assert load_config(file(), ["data.system_prompt=a=b"]).data.system_prompt == "a=b"
-    assert load_config(file(), ["data.system_prompt=a: b"]).data.system_prompt == "a: b"
+    for text in ("a: b", "the number after ####", "#### ends it"):
+        assert load_config(file(), [f"data.system_prompt={text}"]).data.system_prompt == text
+    assert load_config(file(), ["train.lr=1e-6 # a comment"]).train.lr == 1e-6
     stops = {r"rollout.stop=\n\nQuestion:": r"\n\nQuestion:", r'rollout.stop="\n\nQuestion:"': "\n\nQuestion:"}
     assert [load_config(file(), [text]).rollout.stop for text in stops] == [[stop] for stop in stops.values()]
 

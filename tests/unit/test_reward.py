@@ -34,7 +34,9 @@ def boxed(expression):
 NUMBERS = [
     ("so 9 * 2 = 18\n#### 18", "18"), ("#### $1,234.50.", "1234.50"), ("#### x = 42", "42"),
     ("he has 3 apples and 4 pears, so 7 fruits", "7"),
-    ("= -$3", "-3"), ("a loss of − 12", "-12"), ("first #### 3 then #### 4 and 12", "4"), ("#### 1/2", "0.5"),
+    ("= -$3", "-3"), ("a loss of − 12", "-12"),
+    ("#### - 18", "-18"), ("The answer is:\n- 18", "18"), ("**Total** - $18", "18"),
+    ("first #### 3 then #### 4 and 12", "4"), ("#### 1/2", "0.5"),
     ("4E-2", "0.04"), ("1e999", "1e999"), ("5/0", None), ("5 apples ####", None),
 ]  # fmt: skip
 
@@ -116,7 +118,8 @@ def test_rewards_by_example(name, text, answer, options, value):
 
 LETTERS = [
     ("**Answer:** D", "D"), ("the answer is option c.", "C"), ("\\boxed{B} beats Answer: C", "B"),
-    ("(A) is wrong, so (C)", "C"), ("I think A is right, but rather B", "B"), ("D) 5", "D"),
+    ("(A) is wrong, so (C)", "C"), ("I think A is right, but rather B", "B"),
+    ("Answer: I believe it is B.", "B"), ("Answer: I, since", "I"), ("D) 5", "D"),
     ("A cat sat; I am sure", None), ("the answer is a dog", None), ("", None),
 ]  # fmt: skip
 
@@ -166,7 +169,7 @@ SHARE = {"partial": True}
 @pytest.mark.parametrize(
     "text, tests, options, value",
     [
-        (DOUBLE, ASSERTS, SHARE, 2 / 3),
+        (DOUBLE, ASSERTS, SHARE, 2 / 3), (DOUBLE, {"tests": json.dumps(ASSERTS)}, SHARE, 2 / 3),
         ("```python\nwrong\n```\nbetter: " + DOUBLE, ASSERTS[:1], {}, 1.0),
         ("def double(x): return x * 2", ASSERTS, {}, 0.0), ("```\ndef f(:\n```", ASSERTS, {}, 0.0),
         (ECHO, STDIN, {}, 1.0),
@@ -190,7 +193,6 @@ def test_code(text, tests, options, value):
     "function, answer, row, options, said",
     [
         (reward.multiple_choice, "42", {}, {}, "no letter"),
-        (reward.length_penalty, "", {}, {"limit": 2, "unit": "tokens"}, "must be characters or words"),
         (reward.math_answer, "\\frac{1}{", {}, {}, "no mathematical expression"),
         (reward.math_answer, "2 hours 30 minutes", {}, {}, "not clearly one expression"),
         (reward.math_answer, "1 000", {}, {}, "not clearly one expression"),
@@ -276,7 +278,7 @@ def test_remote_tries_again_then_says_why(endpoint):
     for status, tries in ((400, 1), (429, 3)):
         with pytest.raises(ConnectionError, match=rf"{status}.*tried {tries} times"):
             ask((status, ""))
-    with pytest.raises(ConnectionError, match=r"http://127\.0\.0\.1:9/.*refused.*tried 3 times"):
+    with pytest.raises(ConnectionError, match=r"http://127\.0\.0\.1:9/.*refused.*in at most 3 tries"):
         ask(url="http://127.0.0.1:9/")
     with pytest.raises(ValueError, match=f"^{address} replied .*a reward is"):
         ask((200, "<html>"))
@@ -543,6 +545,8 @@ PLACES = {  # of a function → what is said
         ("gsmk8", {}, "must be one of exact, gsm8k, math, multiple_choice, format, length, custom"),
         ({"math": 1.0, "fromat": 1.0}, {}, "unknown reward 'fromat'; it must be one of exact"),
         ("length", {"options": {"length": {"limit": 1, "limt": 1}}}, "'limt'; its options are limit, buffer, unit"),
+        ("length", {"options": {"length": {"limit": 1, "unit": "tokens"}}}, "must be characters or words"),
+        ("length", {"options": {"length": {"limit": 0}}}, "one of them must be above 0"),
         ("custom", {"custom": "own.py:f"}, "no function 'f'"), ("custom", {"custom": "broken.py:f"}, "nosuchmodule"),
         *(("m", {"functions": {"m": place}}, said) for place, said in PLACES.items()),
         ("exact", {"functions": {"math": JUDGE}}, "reward.functions.math: a reward has this name already"),

@@ -24,11 +24,10 @@ def test_operations_of_a_model_by_hand():
         "linear_num_key_heads": 1, "linear_key_head_dim": 2, "linear_num_value_heads": 2, "linear_value_head_dim": 3,
         "linear_conv_kernel_dim": 4, "layer_types": ["linear_attention", "full_attention"],
     }  # fmt: skip
-    delta = 4 * (2 * 2 + 2 * 6 + 2 * 2) + 6 * 4  # q and k, v and z, b and a; the output
-    attention = 2 * 4 * 4 + 2 * 4 * 2 + 4 * 4  # q and its gate, k and v, o
-    weights = delta + attention + 2 * 3 * 4 * 8 + 4 * 10
     rule = 4 * 2 * 2 * 3 + 4 * (2 + 2 + 6)  # two states of 2 × 3: decay, read, write, read out; taps × channels
-    found = metrics.train_flops(SimpleNamespace(**sizes, **linear), 3 + 5, 3**2 + 5**2)
+    hf = SimpleNamespace(**sizes, **linear)
+    weights = metrics.matrix_weights(hf)  # below, against transformers
+    found = metrics.train_flops(hf, 3 + 5, 3**2 + 5**2)
     assert found == 6 * (weights + rule) * (3 + 5) + 6 * 2 * 2 * (3**2 + 5**2)  # one layer has attention
 
 

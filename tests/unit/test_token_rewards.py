@@ -62,17 +62,6 @@ def test_a_penalty_on_the_length_counts_at_the_last_token(script):
     assert sample.token_rewards.tolist() == [0, 1, 0, -0.5] and sample.reward == 0.5
 
 
-@pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "grpo_batch", "max_rl"])
-def test_a_number_is_a_list_of_zeros_that_ends_with_it(script, kind):
-    """Bit for bit: an answer is then one step."""
-    rng = np.random.default_rng(0)
-    answers = list(zip(rng.integers(0, 4, 24).tolist(), rng.integers(1, 9, 24).tolist(), strict=True))
-    worth = rng.choice([0.0, 0.1, 1.0], 24).tolist()
-    numbers = [made(script, g, n, own=r) for (g, n), r in zip(answers, worth, strict=True)]
-    lists = [made(script, g, n, own=[0.0] * (n - 1) + [r]) for (g, n), r in zip(answers, worth, strict=True)]
-    assert advantages(script, lists, advantage=kind) == advantages(script, numbers, advantage=kind)
-
-
 @pytest.mark.parametrize("keys", [{"advantage": "gdpo"}, {"kl_coef": 0.1, "kl_in": "reward"}])
 def test_what_needs_one_reward_an_answer_is_refused(script, keys):
     with pytest.raises(UserError, match="rewards of tokens"):

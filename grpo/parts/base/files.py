@@ -4,7 +4,6 @@ import contextlib
 import fcntl
 import hashlib
 import json
-import math
 import os
 import re
 import shutil
@@ -14,6 +13,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO
 
+import msgspec
+
 from config import UserError
 from grpo.parts.base.require import require
 from grpo.parts.base.versions import versions
@@ -21,12 +22,8 @@ from grpo.parts.base.versions import versions
 
 def log_metrics(out: Path, metrics: dict):
     """Add a line to metrics.jsonl and wait until it is on the disk. NaN and infinity become null."""
-    numbers = metrics.copy()
-    for key, value in metrics.items():
-        if value is not None and not math.isfinite(value):
-            numbers[key] = None
-    with (out / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps(numbers, default=float) + "\n")
+    with (out / "metrics.jsonl").open("ab") as file:
+        file.write(msgspec.json.encode(metrics, enc_hook=float) + b"\n")
     sync(out / "metrics.jsonl")
 
 
@@ -74,6 +71,11 @@ def holds_run(path: Path) -> bool:
     return (path / "versions.json").exists() or any(path.glob("checkpoints/step_*/manifest.json"))
 
 
+def continues(path: Path, resume) -> bool:
+    """Whether a run continues in the folder: from its newest checkpoint, or from one that is in it."""
+    return resume == "auto" or (resume != "none" and Path(resume).resolve().is_relative_to(path.resolve()))
+
+
 def check_output_dir(path: Path, resume, inputs: dict):
     """A run must not move aside what it reads, nor write over files of others. Raises UserError.
 
@@ -81,7 +83,7 @@ def check_output_dir(path: Path, resume, inputs: dict):
     """
     reused = holds_run(path)
     for key, names in inputs.items():
-        for name in names if resume == "none" else []:
+        for name in [] if continues(path, resume) else names:
             folder = nearest_existing(Path(re.split(r"[:*?\[]", name)[0])).resolve()
             own_config = reused and Path(name).absolute() == path.absolute() / "config.yaml"
             require(
@@ -102,7 +104,7 @@ def check_output_dir(path: Path, resume, inputs: dict):
 def open_output_dir(path: Path, config_yaml, resume, step):
     """Prepare the output folder, which is locked, for the steps after `step`, as `resume` says. Raises UserError."""
     try:
-        if resume == "none" and holds_run(path):  # never mixed with an earlier run
+        if holds_run(path) and not continues(path, resume):  # never mixed with an earlier run
             number = 1
             while path.with_name(f"{path.name}.{number}").exists():
                 number += 1

@@ -7,9 +7,11 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from grpo.parts.base.processes import host_free_bytes
+
 GIB = 2**30
 PHASES = ("wait", "rollout", "reward", "gather", "sleep", "logprob", "train", "sync", "save")  # of a step, in order
-MEASURED = [phase for phase in PHASES if phase not in ("wait", "gather", "sleep")]  # which hold little of their own
+MEASURED = [phase for phase in PHASES if phase not in ("wait", "gather", "sleep")]  # the rest hold little
 AFTER_SLEEP = "logprob"  # the first phase after vLLM has gone to sleep
 
 
@@ -84,19 +86,3 @@ def reset_peak() -> bool:
     except OSError:  # some containers
         return False
     return True
-
-
-def host_free_bytes(cgroups=Path("/sys/fs/cgroup"), own=Path("/proc/self/cgroup")) -> int:
-    """Bytes that this machine and the process's cgroups (version 2) can still give; cached files count as free."""
-    free = [psutil.virtual_memory().available]
-    found = re.search("^0::/(.*)$", own.read_text(), re.MULTILINE) if own.exists() else None
-
-    # A limit may be set at any level above the process.
-    folders = [cgroups / found[1], *(cgroups / found[1]).parents] if found else []
-    for folder in folders:
-        limit = folder / "memory.max"
-        if limit.exists() and limit.read_text().strip() != "max":
-            cached = re.search(r"^inactive_file (\d+)", (folder / "memory.stat").read_text(), re.MULTILINE)
-            used = int((folder / "memory.current").read_text()) - int(cached[1])
-            free.append(int(limit.read_text()) - used)
-    return max(min(free), 0)

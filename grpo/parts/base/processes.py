@@ -1,8 +1,9 @@
-"""The trainer's own processes, and how they are ended. Imports the standard library only, for a quick start."""
+"""The trainer's own processes: how they are ended, what memory they may take. Imports only the standard library."""
 
 import contextlib
 import ctypes
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -46,3 +47,20 @@ def die_with_parent(adopt: bool = False):
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if adopt:
         libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def host_free_bytes(cgroups=Path("/sys/fs/cgroup"), own=Path("/proc/self/cgroup")) -> int:
+    """Bytes that this machine and the process's cgroups (version 2) can still give; cached files count as free."""
+    available = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
+    free = [int(available[1]) << 10]
+    found = re.search("^0::/(.*)$", own.read_text(), re.MULTILINE) if own.exists() else None
+
+    # A limit may be set at any level above the process.
+    folders = [cgroups / found[1], *(cgroups / found[1]).parents] if found else []
+    for folder in folders:
+        limit = folder / "memory.max"
+        if limit.exists() and limit.read_text().strip() != "max":
+            cached = re.search(r"^inactive_file (\d+)", (folder / "memory.stat").read_text(), re.MULTILINE)
+            used = int((folder / "memory.current").read_text()) - int(cached[1])
+            free.append(int(limit.read_text()) - used)
+    return max(min(free), 0)

@@ -78,9 +78,9 @@ def fresh_store(rank, world_size) -> dist.Store:
     """
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     missing = set(range(1, world_size)) if rank == 0 else {0}
-    tell = threading.Timer(TELL_S, lambda: say(f"rank {rank} waits for rank {listed(missing)} at {host}"))
-    if rank <= 1:  # one of them tells
-        tell.start()
+    reminder = threading.Timer(TELL_S, lambda: say(f"rank {rank} waits for rank {listed(missing)} at {host}"))
+    if rank <= 1:  # one of them reminds
+        reminder.start()
 
     try:
         holds_store = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
@@ -94,7 +94,7 @@ def fresh_store(rank, world_size) -> dist.Store:
             store.set(f"heard/{name}/{rank}", "")
         return dist.PrefixStore(name, store)
     finally:
-        tell.cancel()
+        reminder.cancel()
 
 
 def send_name(store, name, missing: set[int]):

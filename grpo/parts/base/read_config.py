@@ -166,8 +166,9 @@ def read_override(override) -> dict:
     except Exception as error:  # as above
         raise UserError(f"override {override!r}: its value is not YAML: {' '.join(str(error).split())}") from None
 
-    # Text with a colon is a mapping in YAML. Here a mapping must have braces.
-    if isinstance(value, dict) and not text.lstrip().startswith("{"):
+    # To YAML a text with a colon is a mapping, and "#" begins a comment. Here a mapping has braces, and "#" stays.
+    is_plain = not text.lstrip().startswith(("{", "[", '"', "'"))
+    if is_plain and (isinstance(value, dict) or ("#" in text and isinstance(value, str | None))):
         value = text
     return nest(key, value)
 

@@ -41,12 +41,12 @@ def load_module(path: str) -> ModuleType:
     files. If another module has its name or its package's, it is named by its path.
     """
     file = Path(path).resolve()
-    folder, name = file.parent, file.stem
+    folder, name = file.parent, file.stem.replace(".", "_")
     while (folder / "__init__.py").exists():
         name = f"{folder.name}.{name}"
         folder = folder.parent
     package, *inner = name.split(".")
-    put_first(str(folder), package)
+    prefer(str(folder), package)
 
     start = folder / package / "__init__.py" if inner else file
     spec = importlib.util.find_spec(package)
@@ -60,11 +60,11 @@ def load_module(path: str) -> ModuleType:
     return importlib.import_module(".".join([package, *inner]))
 
 
-def put_first(folder: str, own):
-    """Let imports find the modules in `folder` before modules of the same names beside the user's other files.
+def prefer(folder: str, own):
+    """Let imports find the modules in `folder` before those beside the user's other files; installed ones come first.
 
-    The modules beside others are forgotten, where this folder has one of the same name. What has imported them keeps
-    them. `own` is the module that is loaded, which gets a name of its own in this case.
+    A loaded module from beside another file is forgotten where this folder has one of the same name; what has imported
+    it keeps it. `own` is the module that is being loaded, which gets a name of its own in such a case.
     """
     sys.path[:] = [entry for entry in sys.path if entry not in FOLDERS]
     others = [other for other in FOLDERS if other != folder]

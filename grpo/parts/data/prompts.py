@@ -19,7 +19,8 @@ from numpy import ndarray
 from torch.utils.data import ConcatDataset
 
 from config import DataConfig
-from grpo.parts.base.require import require_data
+from grpo.parts.base import ranks
+from grpo.parts.base.require import brief, require_data
 from grpo.parts.data import mixing, tokens
 from grpo.parts.data.tables import Table, concatenate, hold_small, read_tables, rows_between
 
@@ -101,10 +102,7 @@ def load_tokenizer(path):
     try:
         return transformers.AutoTokenizer.from_pretrained(path)
     except Exception as error:  # a damaged file may raise any exception
-        problem = " ".join(str(error).split())[:300]
-        raise ValueError(
-            f"model.path={path}: its tokenizer cannot be read: {type(error).__name__}: {problem}"
-        ) from None
+        raise ValueError(f"model.path={path}: its tokenizer cannot be read: {brief(error)}") from None
 
 
 def check_reading(path, tokenizer, prompts: Sequence[Prompt], cfg):
@@ -146,8 +144,8 @@ def check_reading(path, tokenizer, prompts: Sequence[Prompt], cfg):
         )
 
     if others:
-        tokens.warn(
-            f"model.path={path}: {class_name} of transformers gives {others} of {checked} prompts other ids "
+        ranks.tell(
+            f"warning: model.path={path}: {class_name} of transformers gives {others} of {checked} prompts other ids "
             "than tokenizer.json has; see tokenizer_class in tokenizer_config.json"
         )
 
@@ -233,8 +231,9 @@ def check_opening(prompt: Prompt, cfg, tokenizer):
     # Both are compared as their tokens are decoded: a tokenizer may change or drop characters.
     begins = "".join(tokenizer.decode(prompt.ids).split())
     opens = "".join(tokenizer.decode(tokenizer.encode(opening, add_special_tokens=False)).split())
+    is_text = isinstance(tokens.lookup(prompt.row, cfg.prompt_key), str)
     require_data(
-        begins.startswith(opens[: len(opens) // 2 + 1]) or not isinstance(prompt.row.get(cfg.prompt_key), str),
+        begins.startswith(opens[: len(opens) // 2 + 1]) or not is_text,
         f"a prompt begins with {begins[: len(opens)]!r}, not with the chat template's opening {opening!r}: it was not "
         "rendered by the template (data.chat_template)",
     )

@@ -45,21 +45,27 @@ def read_tables(cfg, value: str | list[str], key) -> list[tuple[str, Table]]:
     if cfg.custom is not None:
         return [(name, custom_rows(cfg.custom, name, key)) for name in names]
 
-    import datasets
-    import pyarrow
-
-    # Without this, each local file waits seconds for a network that is not there.
-    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
-    datasets.disable_progress_bars()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it logs what it raises, and our error says that
-
+    if any("://" in name or KINDS.get(Path(name).suffix) != "json" for name in names):
+        set_up_datasets()
     sources = [source for name in names for source in find_sources(name, cfg.split, key)]
     kinds = {arguments["path"]: file for file, arguments in sources if "data_files" in arguments}
     require_data(len(kinds) <= 1, f"{key} mixes file types ({', '.join(kinds.values())}); give files of one type")
 
     tables = [(name, read_table(name, arguments, key)) for name, arguments in sources]
-    pyarrow.default_memory_pool().release_unused()  # a rank would keep what converting the files took
+    if is_arrow(tables[0][1]):
+        import pyarrow
+
+        pyarrow.default_memory_pool().release_unused()  # a rank would keep what converting the files took
     return tables
+
+
+def set_up_datasets():
+    import datasets
+
+    # Without this, each local file waits seconds for a network that is not there.
+    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it logs what it raises, and our error says that
 
 
 def custom_rows(place, name, key) -> list[dict]:
@@ -142,13 +148,15 @@ def folder_files(folder, named: list[str], split, key) -> list[str]:
 
 def read_table(name, arguments: dict, key) -> Table:
     """The rows of one file or hub data set. Raises ValueError that names it, and line or column where known."""
+    # Arrow would give a column of JSON one type, and all its objects the same keys.
+    is_json = arguments["path"] == "json"
+    if is_json and "://" not in arguments["data_files"]:
+        return read_json(arguments["data_files"], f"{key}: {name}")
+
     import datasets
 
-    # Arrow would give a column of JSON one type, and all its objects the same keys.
-    if arguments["path"] == "json":
-        file = arguments["data_files"]
-        return read_json(datasets.DownloadManager().download(file) if "://" in file else file, f"{key}: {name}")
-
+    if is_json:
+        return read_json(datasets.DownloadManager().download(arguments["data_files"]), f"{key}: {name}")
     try:
         if arguments["path"] == "csv":
             arguments = arguments | csv_options(arguments["data_files"])
@@ -290,11 +298,12 @@ def columns_of(table: Table) -> list[str]:
 
 def concatenate(tables: list[tuple[str, Table]], key) -> Table:
     """All tables of `key` as one. A column that one of them lacks is null there. Raises ValueError."""
-    import datasets
-
     parts = [table for _, table in tables]
     if not is_arrow(parts[0]):
         return ConcatDataset(parts)
+
+    import datasets
+
     try:
         return datasets.concatenate_datasets(parts)
     except ValueError as error:

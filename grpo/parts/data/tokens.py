@@ -50,18 +50,12 @@ def tokenise(table: Table, parts: list[tuple[str, Table]], cfg, tokenizer, vocab
         first += len(part)
 
     if answered > first / 2:
-        warn(
-            f"{key}: {answered} of {first} prompts end with an assistant's message that has the row's answer in it, "
-            f"and the model goes on after it; leave this message out of data.prompt_key={cfg.prompt_key!r}"
+        ranks.tell(
+            f"warning: {key}: {answered} of {first} prompts end with an assistant's message that has the row's answer "
+            f"in it, and the model goes on after it; leave this message out of data.prompt_key={cfg.prompt_key!r}"
         )
     if with_tools and cfg.chat_template and "tools" not in str(tokenizer.chat_template):
-        warn(f"{key}: rows have 'tools', which the tokenizer's chat template does not write")
-
-
-def warn(text):
-    """Print a warning, on the first rank."""
-    if ranks.is_first_rank():
-        print(f"warning: {text}", flush=True)
+        ranks.tell(f"warning: {key}: rows have 'tools', which the tokenizer's chat template does not write")
 
 
 def tokenise_block(rows: list[dict], labels: list[str], cfg, tokenizer, vocab_size, rendered) -> Iterator[TokenisedRow]:

@@ -89,9 +89,7 @@ def unpack_experts(model):
 
 def repack_lm_head(model):
     """Pack a tied output layer again. On the CPU vLLM 0.32 keeps a packed copy, which a reload leaves stale."""
-    method = getattr(model.lm_head, "quant_method", None)
-    if method is not None:
-        method.process_weights_after_loading(model.lm_head)
+    model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
 
 
 # ---------------------------------------------------------------- masks and routes

@@ -14,7 +14,7 @@ VERSIONS = ("0.26.", "0.32.")  # of vLLM, whose private parts the lean loop fits
 
 
 def choose_loop(engine) -> Callable[..., Iterator]:
-    """`lean_loop`, after `skip_no_ops`, if vLLM is one of VERSIONS. Else `own_loop`, and rank 0 says so."""
+    """`lean_loop` if vLLM is one of VERSIONS, whose scheduler is then patched too. Else `own_loop`, with a note."""
     import vllm
 
     if vllm.__version__.startswith(VERSIONS):

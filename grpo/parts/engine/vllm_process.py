@@ -58,9 +58,9 @@ def most_sequences(batch, tp):
 
 
 def cpu_cache(model, dtype, tensor_parallel_size, max_model_len, max_num_seqs=None, **unused):
-    """vLLM's option for its KV cache on a CPU, by its other options: room for all sequences at once, at most 1 GiB.
+    """vLLM's option for its KV cache on a CPU, by its other options: room for all sequences at once.
 
-    Every rank fills it with zeros at its start, which takes a third of a second a GiB.
+    At most 1 GiB or one sequence: every rank fills it with zeros at its start, which takes a third of a second a GiB.
     """
     if torch.cuda.device_count():
         return {}
@@ -70,7 +70,8 @@ def cpu_cache(model, dtype, tensor_parallel_size, max_model_len, max_num_seqs=No
     token = 2 * hf.num_hidden_layers * heads * width * (4 if dtype == "float32" else 2)
     sequences = max_num_seqs or 256 * tensor_parallel_size  # vLLM's default
     block = 128  # tokens; the last one of a sequence is seldom full
-    return {"kv_cache_memory_bytes": min(sequences * (max_model_len // block + 2) * block * token, 2**30)}
+    sequence = (max_model_len // block + 2) * block * token
+    return {"kv_cache_memory_bytes": max(min(sequences * sequence, 2**30), sequence)}
 
 
 def let_segments_grow():

@@ -85,7 +85,7 @@ def count_from(first_S, sizes_S):
 
 @dataclass(frozen=True)
 class Copies:
-    """Which of C computed positions each of T positions is."""
+    """For each of T positions, the one of C computed positions whose value it has."""
 
     place: Tensor  # [T]
     order: Tensor  # [T], the positions sorted by their place

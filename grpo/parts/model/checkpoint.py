@@ -33,7 +33,7 @@ class CheckpointWriter:
         self.folder = Path(folder)
         self.keep_last = keep_last
         self.keep_every = keep_every
-        self.step = None  # of the checkpoint that is being written, or else of the last one
+        self.step = 0  # of the checkpoint that is being written, or else of the last one; 0 before
         self.thread = None  # None if no checkpoint is being written
         self.rollouts = RolloutWriter()  # of the same run: a checkpoint gets its name after the samples before it
 
@@ -153,7 +153,8 @@ def find_checkpoint(resume, folder) -> Path | None:
     problem = find_damage(chosen)
     require(not problem, f"resume={resume}: {problem}; give auto, none, or the folder of a checkpoint")
     if chosen.resolve().parent == folder.resolve():
-        later = [path for path in list_checkpoints(folder) if step_of(path) > step_of(chosen)]
+        done = read_state(chosen)["step"]  # its name may be another, such as step_N.abandoned
+        later = [path for path in list_checkpoints(folder) if step_of(path) > done]
         set_aside(later, "abandoned", chosen)
     return chosen
 

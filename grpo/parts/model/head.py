@@ -32,9 +32,9 @@ def token_logprobs(model, hidden, mb, temperature, with_entropy=True):
     """Log-prob of the target and entropy at each position, 0 where the mask is 0.
 
     hidden [C / cp (/ tp under sequence parallelism), 1, h] of the micro-batch → logp_T, entropy_T [T] fp32, on every
-    context-parallel rank. The entropy has any value if not `with_entropy`. Logits exist for the M positions of the mask
-    only. With mb.others each of these gives a tuple more: the policy's divergence from that model, its log-prob of the
-    target, and its entropy, [T] each.
+    context-parallel rank. Without `with_entropy` the entropies mean nothing. Logits exist for the M positions of the
+    mask only. With mb.others each of these gives a tuple more: the policy's divergence from that model, its log-prob of
+    the target, and its entropy, [T] each.
     """
     weight = head_weight(model)
     hidden_M, rows_M, own_M = hidden_rows(model, hidden, mb)
@@ -42,10 +42,9 @@ def token_logprobs(model, hidden, mb, temperature, with_entropy=True):
 
     model = unwrap_model(model)
     dtype = torch.float32 if model.fp32_head else weight.dtype
-    others = [replace(other, hidden_M=other.hidden_M.to(hidden.device)) for other in mb.others.values()]
     if not hidden.is_cuda:  # a CPU has no product of bf16 that gives fp32
         hidden_M, weight = hidden_M.to(dtype), weight.to(dtype)
-        others = [replace(o, hidden_M=o.hidden_M.to(dtype), weight=o.weight.to(dtype)) for o in others]
+    others = [replace(o, hidden_M=o.hidden_M.to(hidden_M), weight=o.weight.to(weight)) for o in mb.others.values()]
 
     fused = model.config.gradient_accumulation_fusion
     first = mpu.get_tensor_model_parallel_rank() * len(weight)  # id of this rank's first row
@@ -130,7 +129,7 @@ class HeadLogp(torch.autograd.Function):
     tensor-parallel ranks split.
 
     hidden_M [M, h], weight [V / tp, h], targets_M [M] ids in the full vocabulary → logp_M, entropy_M [M] fp32, both
-    differentiable (the entropy has any value if not `with_entropy`). With l = logit / temperature:
+    differentiable (without `with_entropy` the entropies mean nothing). With l = logit / temperature:
 
       d logp / d l_v = [v = target] - p_v          d entropy / d l_v = -p_v (log p_v + entropy)
 

@@ -206,7 +206,9 @@ def stack_factors(weights):
 
 @torch.no_grad()
 def merged_weight(weight: torch.nn.Parameter):
-    """The merged weight, bit-equal to the one that the model computes with."""
+    """What the model computes with, bit for bit: the weight, with its adapter added where it has one."""
+    if not hasattr(weight, "adapter"):
+        return weight.detach()
     a, b = stack_factors([weight])
     return merge(weight, a[0], b[0], weight.adapter.scale)
 
@@ -257,7 +259,7 @@ def read_part(name, opened: dict, shape):
     if name in opened:
         return read_tensor(opened[name], name)
     weight = weight_of(name)
-    out, width = opened[weight].get_slice(weight).get_shape()
+    out, width = read_tensor(opened[weight], weight).shape  # only mapped, not read
     whole = (out, shape[-1]) if name.endswith("lora_B.weight") else (shape[-2], width)
     return initial_factor(name, whole)
 

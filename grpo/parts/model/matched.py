@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from grpo.parts.base.by_row import product, queries_of_a_piece, split_queries
 from grpo.parts.model import layers, lora  # first: it prepares the process for Megatron-core
 from grpo.parts.model.attention import PackedAttention, attend_padded, count_from
+from grpo.parts.model.gated_delta import linear_sizes
 from grpo.parts.model.routes import Replay
 
 # isort: split
@@ -39,8 +40,7 @@ PAGE = 128  # tokens of a block of keys and values
 
 def supports(hf):
     """Whether all operations of a model are here: it has no linear attention and no shared expert."""
-    is_linear = "linear_attention" in (getattr(hf, "layer_types", None) or [])
-    return not is_linear and not getattr(hf, "shared_expert_intermediate_size", None)
+    return not linear_sizes(hf)[0] and not getattr(hf, "shared_expert_intermediate_size", None)
 
 
 def attach(chunk):
@@ -269,11 +269,8 @@ def choose_experts(logits, router):
 
 def whole_experts(layer, name):
     """The weights `name` of all experts of a layer, [E, out, in], from the ranks that have them."""
-    weights = []
-    for expert in layer.experts.local_experts:
-        weight = getattr(expert, name).weight
-        weights.append(lora.merged_weight(weight) if hasattr(weight, "adapter") else weight)
-    own = torch.stack(weights)  # [experts of this rank, out, in], of which etp ranks have parts
+    weights = [getattr(expert, name).weight for expert in layer.experts.local_experts]
+    own = torch.stack([*map(lora.merged_weight, weights)])  # [experts of this rank, out, in]; etp ranks have parts
     group, etp = mpu.get_expert_tensor_and_model_parallel_group(), mpu.get_expert_tensor_parallel_world_size()
     if group.size() == 1:
         return own

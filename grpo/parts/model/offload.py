@@ -47,7 +47,7 @@ def take_back_state(optimizer):
 
 
 def offloaded_activations(model: list):
-    """Inside, what autograd keeps for the backward pass waits on the host. On a CPU nothing moves.
+    """Inside, what autograd keeps for the backward pass waits on the host. On a CPU it is copied.
 
     Weights and their views stay where they are, as does what a backward pass recomputes and reads at once.
     """

@@ -54,11 +54,11 @@ def optimizer_weights(model: list, optimizer) -> Iterator[tuple]:
                 number += 1
 
 
-def number_weights(part):
-    """Mend where a distributed optimizer looks for a weight's state.
+def mend_state_index(part):
+    """Correct, in a distributed optimizer, where the state of each weight is found.
 
-    In a group, weights that are fp32 in a model of another dtype come first, but Megatron-core counts them where they
-    are in the buffers.
+    Megatron-core numbers the weights of a group as they lie in the buffers, but the group has those first that are fp32
+    in a model of another dtype.
     """
     for index, group in enumerate(part.opt_group_ranges):
         in_order = sorted(group["params"], key=lambda weight: weight.dtype is not torch.float32)

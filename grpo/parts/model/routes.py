@@ -33,7 +33,7 @@ class Routes:
 
         vLLM returns routes for every token but the last, which are the sample's positions. Where it returns fewer (an
         engine may not keep those of a cached prompt), they belong to the last positions, and the first have no route.
-        Raises TrainingError for more routes than positions, and for a route with the same expert twice.
+        Raises TrainingError for more routes than positions, and for a route whose first two experts are one.
         """
         largest = max(int(each.max(initial=0)) for each in routes)
         experts = np.zeros((lengths_N.sum(), *routes[0].shape[1:]), np.uint8 if largest < 255 else np.int16)

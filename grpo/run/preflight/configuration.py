@@ -258,7 +258,7 @@ def check_rewards(cfg):
             raise UserError(f"{key}={spec}: {error}") from None
 
 
-def inputs(cfg) -> dict[str, list[str]]:
+def named_files(cfg) -> dict[str, list[str]]:
     """{key: the files, folders and hub names that the run reads}."""
     given = {
         "model.path": cfg.model.path,
@@ -279,11 +279,6 @@ def group_timeout_s(cfg) -> float:
 
 
 # ---------------------------------------------------------------- the model's config.json
-
-
-def longest_sample(cfg) -> int:
-    """Tokens of the longest possible prompt and answer."""
-    return cfg.data.max_prompt_tokens + max(cfg.rollout.max_new_tokens, cfg.eval.max_new_tokens)
 
 
 # Attributes of a config.json that change the computation and have no counterpart here, with the one value supported.
@@ -324,7 +319,7 @@ def check_model(cfg, path, rollout_tp, key="model.path"):
     except (UserError, ValueError) as error:
         raise UserError(f"{model}: {error}") from None
 
-    longest = longest_sample(cfg)
+    longest = cfg.longest_sample
     require(
         longest <= hf.max_position_embeddings,
         "data.max_prompt_tokens + the larger of rollout.max_new_tokens and eval.max_new_tokens = "

@@ -63,8 +63,10 @@ def why_not(cfg, hf) -> str | None:
         return f"a {hf.architectures[0]} has layers whose operations in vLLM are not matched; use false"
 
     # Both sides must compute the same function, with sums in the same order.
-    if r.tp != p.tp:
+    if cfg.data.train and r.tp != p.tp:  # an evaluation has no trainer
         return f"rollout.tp={r.tp} and parallel.tp={p.tp} add up other parts of each product; set them alike"
+    if cfg.algo.replay_routes and cfg.train.updates_per_step * cfg.train.epochs_per_step > 1:
+        return "algo.replay_routes keeps a step's routes, and vLLM's router chooses anew in later updates; use false"
     if cfg.algo.correction != "none":
         return f"algo.correction={cfg.algo.correction} weighs a difference that is 0 then; use none"
 
@@ -106,7 +108,7 @@ def why_not_here(cfg, hf) -> str | None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        differs = first_that_differs(hf, cfg.parallel.tp, bridge.DTYPES[cfg.model.dtype])
+        differs = first_that_differs(hf, cfg.rollout.tp, bridge.DTYPES[cfg.model.dtype])
     except (AttributeError, ImportError, RuntimeError) as error:
         return f"an operation of vLLM is not as it was ({brief(error)}); use false"
     finally:

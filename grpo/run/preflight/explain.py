@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from grpo.parts.base import files
-from grpo.parts.base.memory import host_free_bytes
+from grpo.parts.base.processes import host_free_bytes
 from grpo.parts.base.versions import gib
 
 LESS, MORE = "rollout.gpu_memory_utilization down", "rollout.gpu_memory_utilization up"

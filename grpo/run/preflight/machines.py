@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from config import RankError, UserError
-from grpo.parts.base import files, hf_folder, memory, ranks, versions
+from grpo.parts.base import files, hf_folder, processes, ranks, versions
 from grpo.parts.base.read_config import dotted_items
 from grpo.parts.base.require import require
 from grpo.parts.base.versions import gib
@@ -128,8 +128,8 @@ def check_first_host(cfg):
     needed = costs.disk_bytes(cfg, hf_folder.count_weights(cfg.model.path))
     require(
         free >= needed,
-        f"output_dir={folder}: its disk has {gib(free)} free, this run saves {gib(needed)}; make room, "
-        "choose another output_dir, save less often (train.save_every) or keep less (train.keep_last)",
+        f"output_dir={folder}: its disk has {gib(free)} free, a checkpoint and an export take {gib(needed)}; make "
+        "room, or choose another output_dir",
     )
 
 
@@ -151,7 +151,7 @@ def check_host_memory(cfg):
     local = int(os.environ["LOCAL_WORLD_SIZE"])
     on_gpu = torch.cuda.is_available()
     needed = local * costs.host_bytes(cfg, weights, dist.get_world_size(), on_gpu, of_teacher)
-    free = memory.host_free_bytes()
+    free = processes.host_free_bytes()
     if needed > free:
         ranks.say(
             f"warning: {local} rank(s) on this machine will hold about {gib(needed)} of host memory, {gib(free)} are "
@@ -162,18 +162,22 @@ def check_host_memory(cfg):
 def check_groups(groups: dict[str, dist.ProcessGroup | None], timeout_s: float):
     """One all-reduce in each process group, on all ranks in the same order. A group is None if this rank is not in it.
 
-    Raises RankError if an all-reduce fails, gives a wrong sum or takes more than `timeout_s`. If the group is one of
-    GPUs, the caller must leave with os._exit, since a thread may still hang in the all-reduce.
+    Raises RankError if an all-reduce fails, gives a wrong sum or takes more than `timeout_s`. With GPUs it prints the
+    error and ends the process instead: a thread may hang in NCCL, and an ordinary exit could wait for it.
     """
     for name, group in groups.items():
         problem = group and try_all_reduce(group, timeout_s)
         if problem:
             members = ", ".join(map(str, dist.get_process_group_ranks(group)))
-            raise RankError(
+            error = RankError(
                 f"the all-reduce of group {name} (ranks {members}) {problem}; likely a rank that died or never "
                 "started, a network interface that the nodes do not share (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME), or "
                 "a firewall between the nodes; NCCL_DEBUG=INFO says more"
             )
+            if torch.cuda.is_available():
+                ranks.say(f"error: {error}")
+                os._exit(1)
+            raise error
 
 
 def try_all_reduce(group: dist.ProcessGroup, timeout_s: float) -> str | None:

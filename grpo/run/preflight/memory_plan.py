@@ -21,7 +21,6 @@ from config import LoraConfig, ParallelConfig, UserError
 from grpo.parts.base.hf_folder import read_config
 from grpo.parts.model.gated_delta import CHUNK, linear_sizes
 from grpo.parts.model.head import chunk_size
-from grpo.run.preflight import configuration
 from grpo.run.preflight.costs import PHASES, costs, host_bytes, host_stepped
 from grpo.run.preflight.explain import MEMORY, NO_CACHE, VLLM_MEMORY
 
@@ -92,7 +91,7 @@ def plan(cfg, world_size, gpu) -> Plan:
     """The plan of a run on `world_size` ranks with a GPU of `gpu` bytes each."""
     hf = read_config(cfg.model.path)
     r, pp = cfg.rollout, cfg.parallel.pp
-    weights = count_weights(cfg.model.path)
+    weights = count_by_config(cfg.model.path)
     vllm = plan_sampling(hf, cfg, weights, gpu, r.prompts_per_step * r.group_size * r.tp // world_size)
 
     table = []  # of each stage, {phase: {what: bytes}}
@@ -104,7 +103,7 @@ def plan(cfg, world_size, gpu) -> Plan:
     largest = {phase: max(range(pp), key=lambda stage: total(table[stage][phase])) for phase in table[0]}
     phases = {phase: table[stage][phase] for phase, stage in largest.items()}
 
-    teacher = count_weights(cfg.algo.teacher) if "teacher" in costs(cfg, world_size) else 0
+    teacher = count_by_config(cfg.algo.teacher) if "teacher" in costs(cfg, world_size) else 0
     host = host_bytes(cfg, weights, world_size, on_gpu=True, teacher=teacher)
     if cfg.algo.reference_on == "host":
         host += sum(states for states, _ in compared_bytes(cfg, world_size))
@@ -177,7 +176,7 @@ def describe(cfg, world_size, found: Plan) -> str:
     samples = r.prompts_per_step * r.group_size * r.tp // world_size
     lines.append(
         f"    vLLM weights {vllm.weights / GB:.1f} + work {vllm.work / GB:.1f} + cache {vllm.cache / GB:.1f}: "
-        f"{vllm.tokens} tokens an engine, {vllm.sequences} samples of {configuration.longest_sample(cfg)} at once "
+        f"{vllm.tokens} tokens an engine, {vllm.sequences} samples of {cfg.longest_sample} at once "
         f"of the {samples} in a step"
     )
     lines.append(f"    host {found.host / GB:.1f} a rank")
@@ -197,7 +196,7 @@ def shortage(cfg, found: Plan) -> str | None:
 
     if found.sampling.sequences == 0:
         lines.append(
-            f"vLLM's share of the GPU has no room for one sample of {configuration.longest_sample(cfg)} tokens\n"
+            f"vLLM's share of the GPU has no room for one sample of {cfg.longest_sample} tokens\n"
             f"  turn one of {VLLM_MEMORY[NO_CACHE]}"
         )
     return "\n".join(lines) or None
@@ -291,7 +290,7 @@ def push_bytes(own: dict[str, torch.nn.Parameter], hf, limit: int, size: int) ->
     return peak * size
 
 
-def count_weights(path) -> int:
+def count_by_config(path) -> int:
     """Elements of a model's weights, by its config.json. A tied head is counted with the embedding."""
     with META:
         model = transformers.AutoModelForCausalLM.from_config(read_config(path))
@@ -412,11 +411,10 @@ def compared_bytes(cfg, world_size) -> list[tuple[int, int]]:
     a, p, r = cfg.algo, cfg.parallel, cfg.rollout
     replicas = world_size // (p.tp * p.pp * p.cp)
     answers = math.ceil(r.prompts_per_step * r.group_size / cfg.train.updates_per_step / replicas)
-    turns = r.max_turns if r.turns else 1
     found = []
     for name in a.compared:
         hf = read_config(a.teacher if name == "teacher" and a.teacher != "self" else cfg.model.path)
-        states = answers * r.max_new_tokens * turns // p.cp * hf.hidden_size
+        states = answers * r.max_new_tokens // p.cp * hf.hidden_size
         found.append((states * item_size(cfg), hf.vocab_size // p.tp * hf.hidden_size * item_size(cfg)))
     return found
 
@@ -467,7 +465,7 @@ def plan_sampling(hf, cfg, weights: int, gpu, samples: int) -> Sampling:
     block = BLOCK * max(math.ceil(state / (BLOCK * token)), 1)
     layers = hf.num_hidden_layers - linear
     blocks = max(cache, 0) // (block * token * layers)
-    longest = configuration.longest_sample(cfg)
+    longest = cfg.longest_sample
     sequences = blocks / (math.ceil(longest / block) + linear / layers)
     return Sampling(
         weights=int(asleep),

@@ -61,6 +61,10 @@ def check_megatron(options: dict[str, Any], classes: tuple[type, ...], dtype):
         if dtype != "fp16" and ("loss_scale" in name or name == "hysteresis"):
             raise UserError(f"{key}: only fp16 needs a loss scale; leave it out, or use model.dtype=fp16")
 
+    least = options.get("min_loss_scale", 1.0)
+    scale = options.get("initial_loss_scale", least)
+    if scale < least:
+        raise UserError(f"megatron.initial_loss_scale={scale:g} is below megatron.min_loss_scale={least:g}")
     if options.get("optimizer_cpu_offload") and dtype == "fp32":
         raise UserError("megatron.optimizer_cpu_offload=True: not for an fp32 model; use model.dtype=bf16")
 
