@@ -41,7 +41,7 @@ demo: $(VENV)/ready build/tiny/train.jsonl
 llm: $(VENV)/ready build/smollm2/train.jsonl $(if $(findstring model.path=,$(ARGS)),,build/smollm2/model)
 	$(TORCHRUN) --nproc_per_node=$(NPROC) train_grpo.py --config configs/smollm2.yaml model.dtype=$$($(BIN)/python -m tools.machine) $(ARGS)
 	$(BIN)/python tools/make_smollm2.py outputs/smollm2 --show
-# All of them take two cores: the tests on several ranks beside those of one process, and of another Megatron-core.
+# All of them take two cores: the tests on several ranks beside those of one process, slow faults, and another Megatron-core.
 test: $(VENV)/ready
 	$(if $(filter-out tests,$(TESTS)),$(PYTEST) -m "not slow" $(TESTS))
 	$(if $(filter-out tests,$(TESTS)),,$(MAKE) -j2 test-ranks test-alone QUICK="not slow and")

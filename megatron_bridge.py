@@ -107,7 +107,7 @@ def process_groups() -> dict[str, dist.ProcessGroup]:
 
 def reports_loss() -> bool:
     """Whether this rank reports its replica's losses: last pipeline stage, first tensor- and context-parallel rank."""
-    first = mpu.get_tensor_model_parallel_rank() == 0 and mpu.get_context_parallel_rank() == 0
+    first = mpu.get_tensor_model_parallel_rank() == 0 and first_of_context()
     return first and mpu.is_pipeline_last_stage(ignore_virtual=True)
 
 
@@ -257,14 +257,9 @@ def expert_width(hf) -> int:
 CONFIG_CLASSES = (TransformerConfig, OptimizerConfig, DistributedDataParallelConfig)
 
 
-def megatron_fields(*classes: type) -> set[str]:
-    """Names of the fields of Megatron's config `classes` (all three if none is given)."""
-    return {field.name for cls in classes or CONFIG_CLASSES for field in dataclasses.fields(cls)}
-
-
 def options_for(cls: type, options: dict) -> dict:
     """Those of `options` that are fields of `cls`; a name that several classes share goes to each of them."""
-    return {name: value for name, value in options.items() if name in megatron_fields(cls)}
+    return {field.name: options[field.name] for field in dataclasses.fields(cls) if field.name in options}
 
 
 def build_model(
@@ -735,7 +730,7 @@ def hf_shards(model: list) -> Iterator[tuple[str, int, torch.Tensor]]:
     for name, weight in named_weights(model).items():
         join, parts = rule_of(expert_of(name, hf, mpu.get_expert_model_parallel_rank()), hf)
         number = 0 if SPLIT_DIM[join] is None else shard_group(name)[0].rank()
-        held = lora.merged_weight(weight)
+        held = merged_weight(weight)
         if join not in BY_HEADS or len(parts) == 1:
             yield parts[0], number, held
             continue
@@ -762,7 +757,7 @@ def gather_bucket(
     flat = torch.empty(group.size(), elements, dtype=dtype, device=device())
 
     if stage == pp_group.rank():
-        local = torch.cat([lora.merged_weight(own[name]).reshape(-1) for name in shapes])
+        local = torch.cat([merged_weight(own[name]).reshape(-1) for name in shapes])
         if len(flat) > 1:
             dist.all_gather(list(flat), local, group=group)
         else:
@@ -771,6 +766,11 @@ def gather_bucket(
     if pp_group.size() > 1:
         dist.broadcast(flat, dist.get_global_rank(pp_group, stage), group=pp_group)
     return flat
+
+
+def merged_weight(weight: torch.nn.Parameter) -> torch.Tensor:
+    """The weight, with its adapter added where it has one."""
+    return lora.merged_weight(weight) if hasattr(weight, "adapter") else weight.detach()
 
 
 def read_bucket(

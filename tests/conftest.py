@@ -1,6 +1,7 @@
 """One tiny model, one way to start a run, the runs that many quick tests read, and what several tests check of runs."""
 
 import contextlib
+import dataclasses
 import gc
 import gzip
 import hashlib
@@ -331,6 +332,11 @@ def ranges(path) -> list[str]:
     return [e["name"] for e in sorted(found, key=lambda e: (e["ts"], -e["dur"]))]
 
 
+def megatron_fields() -> set[str]:
+    """Names of the fields of Megatron's config classes."""
+    return {field.name for kind in bridge.CONFIG_CLASSES for field in dataclasses.fields(kind)}
+
+
 def legal_keys() -> set[str]:
-    legal = {*KEYS, *(f"megatron.{key}" for key in bridge.megatron_fields())} - SECTIONS.keys()
+    legal = {*KEYS, *(f"megatron.{key}" for key in megatron_fields())} - SECTIONS.keys()
     return legal | {f"rollout.vllm.{key}" for key in engine_options()}

@@ -20,18 +20,18 @@ LONG, WITHOUT_PARAGRAPH, TOKENS_A_LINE = 15, 0.2, 9.5
 # lines that they add; of "docs" the words. These numbers only fall: a commit that deletes lowers them to what is left,
 # and one that adds says in its message what left for it.
 BUDGET = {
-    "top": 16818,
+    "top": 16816,
     "grpo/step": 12780,
-    "grpo/parts": 44771,
+    "grpo/parts": 44769,
     "grpo/run": 27043,
     "rewards": 6471,
     "examples": 393,
     "oracle": 28328,
     "tools": 7395,
     "benchmarks": 11857,
-    "tests": 119230,
+    "tests": 119283,
     "recipes": 7354,
-    "docs": 40807,
+    "docs": 40811,
 }
 
 FOLDERS = ("grpo/step", "grpo/parts", "grpo/run", "rewards", "examples", "oracle", "tools", "benchmarks", "tests")

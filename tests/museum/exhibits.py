@@ -231,8 +231,7 @@ EXHIBITS = {exhibit.name: exhibit for exhibit in [
         "flat[0].copy_(local)", "flat[0].copy_(gather_bucket.__dict__.setdefault(tuple(shapes), local.clone()))",
         where="verl#7904", setting="bf16", seen="run", message=LOST),
     ByRun("adapters_not_pushed", "LoRA's adapters never reach vLLM", "megatron_bridge:gather_bucket",
-        "lora.merged_weight(own[name])", "own[name].detach()", where="verl#5211, verl#7495", setting="lora",
-        message=LOST),
+        "merged_weight(own[name])", "own[name].detach()", where="verl#5211, verl#7495", setting="lora", message=LOST),
     Exhibit("pushes_pile_up", "every push leaves a copy of its weights in memory", "rollout:Engine.load_weights",
         "self.push_check.verify(self.llm,", "shards = [(name, part, w.clone()) for name, part, w in shards]; "
         "self.__dict__.setdefault('left', []).append(shards); self.push_check.verify(self.llm,", where="AReaL#1385",

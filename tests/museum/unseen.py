@@ -110,8 +110,8 @@ UNSEEN = [
     Exhibit("adapters_merged_twice", "adapters are merged twice into what is pushed and exported",
         "grpo.parts.model.lora:merged_weight", "weight.adapter.scale)", "2 * weight.adapter.scale)", setting="lora"),
     Exhibit("adapters_of_outputs_not_pushed", "the adapters of two targets are left out of what is pushed and exported",
-        "grpo.parts.model.lora:merged_weight", 'hasattr(weight, "adapter")',
-        'hasattr(weight, "adapter") or not weight.adapter.split_rows', setting="lora"),
+        "megatron_bridge:merged_weight", 'hasattr(weight, "adapter")',
+        'hasattr(weight, "adapter") and weight.adapter.split_rows', setting="lora"),
     Exhibit("up_gets_the_gate", "what is pushed and exported has the gate's adapter in place of up's",
         "grpo.parts.model.lora:merged_weight", "a, b = stack_factors([weight])",
         "a, b = stack_factors([weight]); k = a.shape[1] // 2; "

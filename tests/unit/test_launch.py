@@ -56,8 +56,9 @@ def test_a_dry_run_rehearses_and_prints_the_plan(command, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
     assert "warning: --max-restarts=3: each restart begins from resume=none again; use auto" in command("--dry-run")[1]
     assert "warning" not in command("--dry-run", "resume=auto")[1]
-    with pytest.raises(SystemExit):
-        command("--dry-run", "--world-size", "0")
+    for options in (["--dry-run", "--world-size", "0"], ["--world-size", "2"], ["--vers"]):
+        with pytest.raises(SystemExit, match="2"):
+            command(*options)
 
 
 def test_a_run_that_does_not_fit_is_told_without_its_data_too(command):

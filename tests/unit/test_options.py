@@ -15,7 +15,7 @@ from grpo.parts.model.optimizer_state import main_weights
 from grpo.run.preflight import options
 from grpo.step.packing import pack
 from tests.checkpoint_worker import TRAIN, made_up_update
-from tests.conftest import REPO, build_model, check_state, tiny_config, tiny_model, wrap
+from tests.conftest import REPO, build_model, check_state, megatron_fields, tiny_config, tiny_model, wrap
 from tests.layout_worker import equal, one_layout
 from tests.oracle.layouts import FULL, make_plan, run_worker
 from tests.oracle.reference import relative
@@ -24,7 +24,7 @@ from train_grpo import Sample, flatten
 
 def test_the_tables_are_of_the_libraries_here():
     """Each name is a field of Megatron-core, each pattern one of vLLM's options; all others of Megatron are refused."""
-    fields = bridge.megatron_fields()
+    fields = megatron_fields()
     assert {*options.TABLES["megatron_works"], *options.TABLES["megatron_owned"], *options.MEGATRON_TYPES} <= fields
     for name in fields - {*options.TABLES["megatron_works"]}:
         with pytest.raises(UserError, match=rf"megatron\.{name} may not be set"):

@@ -8,8 +8,7 @@ import yaml
 
 from config import UserError
 from grpo.parts.base.read_config import KEYS, SECTIONS, TABLES, Loader, foreign_keys, load_config, nest
-from megatron_bridge import megatron_fields
-from tests.conftest import REPO
+from tests.conftest import REPO, megatron_fields
 
 
 @pytest.mark.parametrize(

@@ -206,9 +206,7 @@ def stack_factors(weights):
 
 @torch.no_grad()
 def merged_weight(weight: torch.nn.Parameter):
-    """What the model computes with, bit for bit: the weight, with its adapter added where it has one."""
-    if not hasattr(weight, "adapter"):
-        return weight.detach()
+    """The merged weight, bit-equal to the one that the model computes with."""
     a, b = stack_factors([weight])
     return merge(weight, a[0], b[0], weight.adapter.scale)
 

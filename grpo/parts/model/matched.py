@@ -269,8 +269,11 @@ def choose_experts(logits, router):
 
 def whole_experts(layer, name):
     """The weights `name` of all experts of a layer, [E, out, in], from the ranks that have them."""
-    weights = [getattr(expert, name).weight for expert in layer.experts.local_experts]
-    own = torch.stack([*map(lora.merged_weight, weights)])  # [experts of this rank, out, in]; etp ranks have parts
+    weights = []
+    for expert in layer.experts.local_experts:
+        weight = getattr(expert, name).weight
+        weights.append(lora.merged_weight(weight) if hasattr(weight, "adapter") else weight)
+    own = torch.stack(weights)  # [experts of this rank, out, in], of which etp ranks have parts
     group, etp = mpu.get_expert_tensor_and_model_parallel_group(), mpu.get_expert_tensor_parallel_world_size()
     if group.size() == 1:
         return own
