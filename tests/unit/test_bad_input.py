@@ -53,6 +53,7 @@ VLLM = {
         ("model.dtype=float16", ["'float16': must be 'bf16', 'fp16' or 'fp32'"]),
         ("actor.megatron.override_transformer_config.fp16=true", ["here model.dtype"]),
         ("train", ["section.key=value"]),
+        ("rollout.temperature=0.005", ["rollout.temperature=0.005", "0.01"]),
         ("model.dtype=fp16; megatron.initial_loss_scale=0.5", ["=0.5 is below megatron.min_loss_scale=1"]),
         ("rollout.tp=3", ["rollout.tp = 3 does", "world size 4"]),
         ("parallel.pp=4", ["parallel.pp=4", "for 2 layers", "parallel.pp · parallel.vpp that divides 2, or megatron."]),

@@ -460,6 +460,9 @@ def verl(data_source, solution_str, ground_truth, extra_info=None):
 
 def exchanged(answer, text, row):
     return 1.0
+
+def ids_third(text, answer, response_ids, row):
+    return 1.0
 """
 
 
@@ -510,7 +513,7 @@ def test_a_file_is_an_ordinary_module_of_its_folder(tmp_path):
         "@dataclasses.dataclass\nclass Pair:\n    x: int = LIMIT\ndef double(x): return 2 * x\n"
         "def f():\n    with multiprocessing.get_context('fork').Pool(1) as pool: return pool.map(double, [Pair().x])\n",
         "a/helper_of_mine": "def f(): return 1\n",
-        "a/one": "from helper_of_mine import f\n",
+        "a/one.2": "from helper_of_mine import f\n",
         "b/helper_of_mine": "def f(): return 2\n",
         "b/two": "from helper_of_mine import f\n",
         "reward/__init__": "",
@@ -525,7 +528,7 @@ def test_a_file_is_an_ordinary_module_of_its_folder(tmp_path):
         "print([load_function('reward.custom', place)() for place in sys.argv[1:]])\n"
         "print(hasattr(code, 'Pair'), reward is sys.modules['reward'])"
     )
-    places = [f"{tmp_path}/{name}.py:f" for name in ("code", "kit/inner", "a/one", "b/two", "reward/math_reward")]
+    places = [f"{tmp_path}/{name}.py:f" for name in ("code", "kit/inner", "a/one.2", "b/two", "reward/math_reward")]
     said = subprocess.check_output([sys.executable, "-c", program, *places], cwd=REPO, text=True)
     assert said == "[[14], 'kit', 1, 2, 'kit']\nFalse True\n"  # `code` and `reward` are Python's and ours
 
@@ -536,6 +539,7 @@ PLACES = {  # of a function → what is said
     "own.py:Novelty": "reward.options.m: missing a required argument: 'bonus'; its",
     "own.py:verl": "so 'data_source' would get the text. Wrap",
     "own.py:exchanged": "so 'text' would get the answer",
+    "own.py:ids_third": "multiple values for argument 'response_ids'",
 }
 
 

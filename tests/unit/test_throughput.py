@@ -96,3 +96,12 @@ def test_progress_by_hand(monkeypatch):
     found = run.add({"step": 7, "groups/sampled": 10, "time/step": 8.0, "time/eval": 6.5})
     assert found["epoch"] == 1.0 and found["time/between"] == 1.5
     assert found["time/left"] == 5 * 13.0
+
+
+@pytest.mark.parametrize(
+    "name, rate",
+    [("NVIDIA H200", 989e12), ("NVIDIA L40", 181e12), ("NVIDIA RTX A4000", None), ("NVIDIA H100 MIG 1g.10gb", None)],
+)
+def test_the_rate_of_a_gpu_is_found_by_whole_words(monkeypatch, name, rate):
+    monkeypatch.setattr(metrics.torch.cuda, "get_device_name", lambda: name)
+    assert metrics.gpu_rate() == rate

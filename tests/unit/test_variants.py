@@ -79,6 +79,13 @@ def test_parts_are_normalized_before_their_sum_by_hand():
     np.testing.assert_allclose(batch.advantages.tolist(), np.array(want) / (stdev(want) + 1e-4), rtol=1e-6)
 
 
+def test_an_answer_whose_grading_failed_has_0_in_every_part():
+    samples = scored([(0, "s", parts) for parts in ({"r": 1.0}, {"r": 0.0}, {"r": 0.0}, {})])
+    samples[3].graded = "timeout"
+    got = gdpo.normalize_parts(samples, RewardConfig(default="custom"), 1.0)
+    np.testing.assert_allclose(got, np.array([3, -1, -1, -1]) / 4 / (0.5 + 1e-4), rtol=1e-12)
+
+
 def test_the_length_penalty_is_a_part_with_its_coefficient():
     samples = scored([(0, "s", {"r": n / 10, "overlong": -0.5 * n}) for n in (0, 1, 2)])
     got = gdpo.normalize_parts(samples, RewardConfig(default="custom"), 0.5)

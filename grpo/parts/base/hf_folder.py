@@ -85,6 +85,11 @@ def read_config(path: str):
     return config
 
 
+def head_dim(hf) -> int:
+    """Width of one attention head."""
+    return getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
+
+
 def local_folder(path: str) -> str:
     """The folder of a model: `path` itself, or the download of a hub name. Ranks may call this together."""
     if Path(path).is_dir():

@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from grpo.parts.base.hf_folder import read_config
+from grpo.parts.base.hf_folder import head_dim, read_config
 
 
 def set_environment(exact=False, dtype="bf16"):
@@ -65,9 +65,8 @@ def cpu_cache(model, dtype, tensor_parallel_size, max_model_len, max_num_seqs=No
     if torch.cuda.device_count():
         return {}
     hf = read_config(model)
-    width = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
     heads = max(hf.num_key_value_heads // tensor_parallel_size, 1)
-    token = 2 * hf.num_hidden_layers * heads * width * (4 if dtype == "float32" else 2)
+    token = 2 * hf.num_hidden_layers * heads * head_dim(hf) * (4 if dtype == "float32" else 2)
     sequences = max_num_seqs or 256 * tensor_parallel_size  # vLLM's default
     block = 128  # tokens; the last one of a sequence is seldom full
     sequence = (max_model_len // block + 2) * block * token
